@@ -1,0 +1,202 @@
+"""The configuration: frozen, validated at construction, read from `hi-sparse-config.json` (all keys optional).
+
+Defaults are written here and nowhere else. An unknown key, a wrong type or an impossible combination raises
+:class:`~hisparse.errors.ConfigError` naming the key, the value and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hisparse.errors import ConfigError
+
+BITS = Literal[4, 5, 6]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TlifConfig(_Section):
+    """Token importance: the threshold law and the window of the statistics."""
+
+    threshold_base: float = Field(0.32, gt=0, lt=1)
+    threshold_scale_factor: float = Field(1.28, gt=0)
+    threshold_exponent: float | None = None
+    prefix_length: int = Field(128, ge=1)
+    scorer: Literal["tlif", "novelty", "random"] = "tlif"
+
+    def threshold(self, context: int) -> float:
+        """Importance from which a token is an anchor, at a context of `context` tokens.
+
+        ``threshold_base * threshold_scale_factor ** log8(context / 131072)``; with `threshold_exponent` set,
+        ``threshold_base * (context / 131072) ** threshold_exponent``. Clipped to below 1.
+        """
+        ratio = max(context, 1) / 131072
+        if self.threshold_exponent is not None:
+            value = self.threshold_base * ratio**self.threshold_exponent
+        else:
+            value = self.threshold_base * self.threshold_scale_factor ** math.log(ratio, 8)
+        return min(value, 1 - 1e-6)
+
+
+class BlgsConfig(_Section):
+    """Blocks: sizes in tokens (and channels), and how much density is traded for bytes."""
+
+    max_block_size: int = Field(256, ge=1)
+    min_block_size: int = Field(8, ge=1)
+    bandwidth_weight: float = Field(0.72, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _sizes(self) -> BlgsConfig:
+        for name in ("min_block_size", "max_block_size"):
+            size = getattr(self, name)
+            if size & (size - 1):
+                raise ValueError(f"{name} = {size} is not a power of two; use 8, 16, 32, ... 256")
+        if self.min_block_size > self.max_block_size:
+            raise ValueError(
+                f"min_block_size = {self.min_block_size} is larger than max_block_size = {self.max_block_size}; "
+                "lower the first or raise the second"
+            )
+        return self
+
+
+class VtqConfig(_Section):
+    """Quantisation: bits a value of K, and of V where it differs, and how a block is split in 6 and 4 bits."""
+
+    enable_per_block_quant: bool = True
+    default_bit_width: BITS = 5
+    value_bit_width: BITS | None = None
+    split: Literal["rope", "peaks", "never"] = "rope"
+    peak_separation_threshold: float = Field(0.15, gt=0, lt=1)
+    page_size: int = Field(8, ge=1, le=256)
+    channel_group: int = Field(64, ge=8)
+
+    @property
+    def v_bits(self) -> int:
+        return self.default_bit_width if self.value_bit_width is None else self.value_bit_width
+
+
+class SelectionConfig(_Section):
+    """Recall: the sketch a token leaves behind and how many tokens a step may read back."""
+
+    sketch_bits: Literal[1, 2] = 2
+    row_size: int = Field(4, ge=1, le=64)
+    min_tokens: int = Field(512, ge=1)
+    context_fraction: float = Field(1 / 256, ge=0, le=1)
+    rows: Literal["host", "device"] = "host"
+
+    def budget(self, context: int) -> int:
+        """Tokens a layer may recall in one step at a context of `context` tokens."""
+        return max(self.min_tokens, math.ceil(self.context_fraction * context))
+
+
+class PrefillConfig(_Section):
+    """How a chunk of a prompt attends to what is already stored."""
+
+    mode: Literal["full", "recall"] = "full"
+    recall_max_tokens: int = Field(256, ge=1)
+    chunk: int | None = Field(None, ge=1)
+
+
+class BudgetConfig(_Section):
+    """Byte target: `capacity` = dense bf16 bytes / device bytes. None leaves the threshold alone."""
+
+    capacity: float | None = Field(9.0, gt=0)
+    min_keep: float = Field(0.01, ge=0, le=1)
+    max_keep: float = Field(0.37, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _order(self) -> BudgetConfig:
+        if self.min_keep > self.max_keep:
+            raise ValueError(f"min_keep = {self.min_keep} is larger than max_keep = {self.max_keep}; swap them")
+        return self
+
+
+class LifecycleConfig(_Section):
+    """Reclaiming idle blocks."""
+
+    idle_tokens: int = Field(10, ge=1)
+    reserve_fraction: float = Field(0.05, ge=0, lt=1)
+
+
+class HiSparseConfig(_Section):
+    """Everything that shapes the cache. `HiSparseConfig()` is the default configuration."""
+
+    tlif: TlifConfig = TlifConfig()
+    blgs: BlgsConfig = BlgsConfig()
+    vtq: VtqConfig = VtqConfig()
+    selection: SelectionConfig = SelectionConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    budget: BudgetConfig = BudgetConfig()
+    lifecycle: LifecycleConfig = LifecycleConfig()
+    evict: Literal["host", "drop", "none"] = "host"
+    hidden_size: int | None = Field(None, ge=1)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, type(self))) from None
+
+    @model_validator(mode="after")
+    def _combination(self) -> HiSparseConfig:
+        if self.evict == "drop" and self.prefill.mode == "recall":
+            raise ValueError(
+                'evict = "drop" leaves nothing to recall, but prefill.mode = "recall"; use evict = "host" or prefill.mode = "full"'
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> HiSparseConfig:
+        """Read a JSON file. Raises ConfigError for a missing file, broken JSON, or a bad key or value."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config {path}: cannot be read ({error}); give the path of a JSON file") from None
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"config {path}: not JSON at line {error.lineno}, column {error.colno} ({error.msg})") from None
+        if not isinstance(data, dict):
+            raise ConfigError(f"config {path}: holds a {type(data).__name__}; the top level must be an object {{...}}")
+        try:
+            return cls(**data)
+        except ConfigError as error:
+            raise ConfigError(f"config {path}: {error}") from None
+
+    def dump(self) -> str:
+        """JSON text that :meth:`load` reads back to an equal config."""
+        return self.model_dump_json(indent=2)
+
+
+def _known_keys(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+    lines = []
+    for item in error.errors():
+        path = tuple(str(part) for part in item["loc"])
+        key = ".".join(path) or "config"
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(model, path[:-1])
+            close = difflib.get_close_matches(path[-1], known, n=1)
+            hint = f'did you mean "{close[0]}"?' if close else f"known keys here: {', '.join(known)}"
+            lines.append(f'unknown key "{key}" (value {item["input"]!r}); {hint}')
+        elif item["type"] == "value_error":
+            lines.append(f"{key}: {item['ctx']['error']}")
+        else:
+            lines.append(f"{key} = {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}")
+    return "; ".join(lines)

@@ -1,0 +1,25 @@
+"""What every test shares: the default model, and a machine that behaves the same everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+# Triton reads this when a kernel is defined, so it has to be set before any of them is imported. Without a GPU the
+# kernels run in Triton's interpreter.
+if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def default_model() -> tuple[Any, Any]:
+    """(model, tokenizer) of the embedded default model: float32, evaluation mode. Fetched when it is not there."""
+    from hisparse.models import load_model
+
+    return load_model()

@@ -1,0 +1,1 @@
+"""Engines that HiSparse plugs into."""

@@ -1,0 +1,383 @@
+"""`HiSparseCache`: a transformers Cache whose full-attention layers are HiSparse's."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+
+from hisparse.cache.geometry import Geometry
+from hisparse.cache.layer import LayerStore
+from hisparse.cache.planner import Planner
+from hisparse.cache.pools import PageIds
+from hisparse.cache.report import CacheReport
+from hisparse.cache.sequence import Commit, Sequence, View
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError, InputError, UnsupportedError
+from hisparse.identity import ModelIdentity
+from hisparse.integrations.transformers.attention import HANDLE, NAME
+from hisparse.tlif import Scorer, scorer_for
+from hisparse.vtq.calibration import calibration_for
+from hisparse.vtq.stats import ChannelStats, channel_order
+
+
+class _Shared:
+    """What the layers of one cache have in common: planners, page ids, the chunk in progress."""
+
+    def __init__(self, geometry: Geometry, scorer: Scorer, keep_plans: bool) -> None:
+        self.geometry, self.scorer, self.keep_plans = geometry, scorer, keep_plans
+        self.clear()
+
+    def clear(self) -> None:
+        self.page_ids, self.row_ids = PageIds(), PageIds()
+        self.planners: list[Planner] = []
+        self.values: Tensor | None = None  # layer 0's value rows of the chunk in progress [B, H, T, D]
+        self.columns: list[Tensor | None] = []  # per sequence: which columns of the chunk are tokens; None = all
+        self.views: list[View] = []
+        self.commits: list[Commit | None] = []
+        self.seen = 0  # columns seen so far, padding included
+
+    def begin(self, batch: int, chunk: int, mask: Tensor | None, device: torch.device) -> None:
+        """Start a chunk: find its real tokens, and decide what every layer will do with it.
+
+        Called by the first HiSparse layer of a forward pass. Nothing is changed where it raises.
+        """
+        if self.values is None:
+            raise UnsupportedError(
+                "layer 0 did not pass its values to the cache in this forward pass; HiSparse needs a decoder whose first "
+                "layer caches keys and values"
+            )
+        if self.planners and batch != len(self.planners):
+            raise InputError(
+                f"a batch of {batch} sequences, but this cache holds {len(self.planners)}; use a new cache or call reset()"
+            )
+        columns: list[Tensor | None] = [None] * batch
+        if mask is not None:
+            if mask.shape[1] != self.seen + chunk:
+                raise InputError(
+                    f"attention_mask has {mask.shape[1]} columns, but {self.seen} tokens are cached and {chunk} are new; "
+                    f"pass all {self.seen + chunk}"
+                )
+            for row, real in enumerate(mask[:, -chunk:].bool()):
+                if not bool(real.all()):
+                    columns[row] = real.nonzero().flatten()
+        if not self.planners:
+            self.planners = [self._planner() for _ in range(batch)]
+        self.columns, self.commits = columns, []
+        self.views = [planner.sequence.view(device) for planner in self.planners]
+        for planner, values, real_columns in zip(self.planners, self.values, columns, strict=True):
+            real_values = only(values, real_columns)
+            flat = real_values.transpose(0, 1).flatten(1)
+            self.commits.append(planner.extend(flat) if len(flat) else None)
+        self.values = None
+        self.seen += chunk
+
+    def _planner(self) -> Planner:
+        config = self.geometry.config
+        sequence = Sequence(
+            self.page_ids,
+            self.row_ids,
+            config.vtq.page_size,
+            config.selection.row_size,
+            config.tlif.prefix_length,
+            config.evict,
+        )
+        return Planner(self.geometry, self.scorer, sequence, keep_plans=self.keep_plans)
+
+
+def only(x: Tensor, columns: Tensor | None) -> Tensor:
+    """The given columns of [heads, T, D]; all of them for None."""
+    return x if columns is None else x[:, columns]
+
+
+class HiSparseLayer(CacheLayerMixin):
+    """A full-attention layer of the cache. `update` returns only the new keys and values; see `attention`."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, shared: _Shared, index: int, first: bool, stats: ChannelStats | None, order: Tensor) -> None:
+        super().__init__()
+        self.shared, self.index, self.first = shared, index, first
+        self.stats, self.order = stats, order
+        self.store: LayerStore | None = None
+        self.waiting = False  # a chunk was handed out and has not come back through the attention function
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        shared = self.shared
+        self.store = LayerStore(
+            shared.geometry, shared.page_ids, shared.row_ids, self.stats, self.order, key_states.device
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.waiting:
+            raise UnsupportedError(
+                f"layer {self.index}'s last chunk never reached the `{NAME}` attention function, so it was not stored; "
+                f'call model.set_attn_implementation("{NAME}") before using this cache, and reset() it now'
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.index == 0:
+            self.shared.values = value_states
+        self.waiting = True
+        key = key_states.view_as(key_states)  # a fresh view: the handle is not left on a tensor that others hold
+        setattr(key, HANDLE, self)
+        return key, value_states
+
+    def attend_and_commit(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    ) -> Tensor:
+        """query [B, Hq, T, D]; key, value [B, H, T, D]; mask None or bool [B, N]. Returns [B, T, Hq, D]."""
+        shared, store = self.shared, self.store
+        assert store is not None
+        batch = query.shape[0]
+        if self.first:
+            shared.begin(batch, query.shape[2], mask, query.device)
+        self.waiting = False
+        out = self._attend(store, query, key, value, scaling)
+        for row, commit in enumerate(shared.commits):
+            if commit is not None:
+                k, v = only(key[row], shared.columns[row]), only(value[row], shared.columns[row])
+                store.commit(k, v, row, batch, shared.views[row].slots, commit)
+        return out.transpose(1, 2).contiguous()
+
+    def _attend(self, store: LayerStore, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """[B, Hq, T, D]; padding columns come out as zeros."""
+        shared = self.shared
+        grouped = query.shape[1] != key.shape[1]
+        if all(view.length == 0 for view in shared.views) and all(columns is None for columns in shared.columns):
+            return scaled_dot_product_attention(
+                query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=grouped
+            )
+        rows = []
+        for row, (view, columns) in enumerate(zip(shared.views, shared.columns, strict=True)):
+            q, k, v = only(query[row], columns), only(key[row], columns), only(value[row], columns)
+            if columns is None:
+                rows.append(store.attend(q, k, v, row, view, scaling))
+                continue
+            full = torch.zeros_like(query[row])
+            if len(columns):
+                full[:, columns] = store.attend(q, k, v, row, view, scaling)
+            rows.append(full)
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.shared.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included: positions follow it, whatever was set aside."""
+        return self.shared.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.waiting = False
+        if self.store is not None:
+            self.store = None
+            self.is_initialized = False
+
+    def offload(self) -> None:
+        raise UnsupportedError("layer offloading; HiSparse moves set-aside rows to the host itself")
+
+    def prefetch(self) -> None:
+        raise UnsupportedError("layer prefetching; HiSparse moves set-aside rows to the host itself")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise UnsupportedError("beam search: packed sequences cannot be reordered; use num_beams=1 (sampling works)")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UnsupportedError(
+            f"crop({tokens_to_remove}): packed tokens cannot be taken back (assisted decoding needs this too); "
+            "start again with reset(), or copy.deepcopy the cache before the part that may be undone"
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedError("repeating sequences inside the cache; repeat the inputs before the prefill instead")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise UnsupportedError("selecting sequences inside the cache; use one cache a sequence instead")
+
+
+class _ObservedSlidingLayer(DynamicSlidingWindowLayer):
+    """A stock sliding-window layer at index 0 that shows its values to the planner."""
+
+    def __init__(self, shared: _Shared, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self._shared = shared
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._shared.values = value_states
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+class HiSparseCache(Cache):
+    """KV cache in a ninth of the memory, for ``model.generate(..., past_key_values=cache)``.
+
+    Parameters
+    ----------
+    model: a decoder with full or mixed full and sliding-window attention, set to the `hisparse` attention implementation
+        (``model.set_attn_implementation("hisparse")``). Sliding-window layers keep their stock dense cache.
+    config: default configuration if None.
+    tlif, calibration: files made by `hisparse distill` and `hisparse calibrate`; the ones that ship with HiSparse are found
+        by themselves. Without a TLIF an untrained scorer is used, without a calibration the statistics of the first packed
+        tokens; both are announced by a warning.
+    keep_plans: keep every block plan for pictures and inspection (off: only counts are kept).
+
+    Raises
+    ------
+    UnsupportedError: the model is not on the `hisparse` attention implementation, or has layers HiSparse cannot hold.
+    ModelError: TLIF or calibration of another model. ConfigError: `hidden_size` differs from the weights'.
+
+    One cache serves one batch of sequences, over any number of `generate` calls; `reset()` empties it. Beam search, assisted
+    decoding, cropping and reordering raise UnsupportedError.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: HiSparseConfig | None = None,
+        tlif: Path | None = None,
+        calibration: Path | None = None,
+        keep_plans: bool = False,
+    ) -> None:
+        self.config = config or HiSparseConfig()
+        text = model.config.get_text_config(decoder=True)
+        if text._attn_implementation != NAME:
+            raise UnsupportedError(
+                f'the model uses attention "{text._attn_implementation}"; call model.set_attn_implementation("{NAME}") first'
+            )
+        if self.config.hidden_size not in (None, text.hidden_size):
+            raise ConfigError(
+                f"hidden_size = {self.config.hidden_size}, but the model's weights have {text.hidden_size}; "
+                "correct the configuration or choose the other model"
+            )
+        identity = ModelIdentity.of(model)
+        kinds = _layer_kinds(text)
+        held = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+        self.geometry = Geometry(len(held), identity.kv_heads, identity.head_dim, model.dtype, self.config)
+        scorer = scorer_for(identity, self.config.tlif, tlif)
+        if isinstance(scorer, torch.nn.Module):
+            scorer.to(model.device)
+        self.shared = _Shared(self.geometry, scorer, keep_plans)
+        order = channel_order(text)
+        stats = calibration_for(identity, calibration) if self.config.vtq.enable_per_block_quant or self._sketches else None
+        if stats is None and (self.config.vtq.enable_per_block_quant or self._sketches):
+            warnings.warn(
+                "no calibration for this model: channel statistics are estimated from the first tokens packed; "
+                "`hisparse calibrate` makes a file that is more exact",
+                stacklevel=2,
+            )
+        layers: list[CacheLayerMixin] = []
+        for index, kind in enumerate(kinds):
+            if kind == "full_attention":
+                layers.append(HiSparseLayer(self.shared, index, index == held[0], stats[index] if stats else None, order))
+            elif index == 0:
+                layers.append(_ObservedSlidingLayer(self.shared, text.sliding_window))
+            else:
+                layers.append(DynamicSlidingWindowLayer(sliding_window=text.sliding_window))
+        super().__init__(layers=layers)
+
+    @property
+    def _sketches(self) -> bool:
+        return self.config.evict == "host"
+
+    def reset(self) -> None:
+        """Forget all sequences; the cache can be used for other ones."""
+        super().reset()
+        self.shared.clear()
+
+    @property
+    def stores(self) -> list[LayerStore]:
+        """The layers that hold something, in order."""
+        return [layer.store for layer in self.layers if isinstance(layer, HiSparseLayer) and layer.store is not None]
+
+    @property
+    def planners(self) -> list[Planner]:
+        """One a sequence."""
+        return self.shared.planners
+
+    def report(self) -> CacheReport:
+        """Bytes, tokens and recall counts of everything HiSparse holds now."""
+        stores, planners = self.stores, self.planners
+        device: dict[str, int] = {}
+        for store in stores:
+            for name, size in store.device_bytes().items():
+                device[name] = device.get(name, 0) + size
+        device["tables"] = sum(planner.sequence.table_bytes for planner in planners)
+        device["scorer_state"] = sum(planner.state_bytes for planner in planners)
+        sequences = [planner.sequence for planner in planners]
+        total = sum(sequence.length for sequence in sequences)
+        dense, kept, aside = (sum(len(s.positions()[i]) for s in sequences) for i in range(3))
+        recalled = [store.recalled for store in stores]
+        weights = self.shared.scorer.parameters() if isinstance(self.shared.scorer, torch.nn.Module) else []
+        return CacheReport(
+            dense_bytes=total * self.geometry.dense_token_bytes,
+            gpu_bytes=sum(device.values()),
+            host_bytes=sum(store.host_bytes() for store in stores),
+            model_bytes=sum(w.nbytes for w in weights) + sum(store.stats_bytes for store in stores),
+            device=device,
+            tokens={
+                "total": total,
+                "dense": dense,
+                "kept": kept,
+                "set_aside": aside,
+                "dropped": sum(s.dropped for s in sequences),
+                "anchors": sum(planner.anchors for planner in planners),
+            },
+            blocks=sum(planner.blocks for planner in planners),
+            recall={
+                "steps": max((r.steps for r in recalled), default=0),
+                "rows": sum(r.rows for r in recalled),
+                "tokens": sum(r.tokens for r in recalled),
+                "bytes": sum(r.bytes for r in recalled),
+            },
+        )
+
+    def check_integrity(self) -> str:
+        """Recount everything; returns the arithmetic in words. Raises AssertionError where it does not add up."""
+        lines = [f"sequence {i}: {p.sequence.check()}" for i, p in enumerate(self.planners)]
+        for name, ids, owned in (
+            ("pages", self.shared.page_ids, [p.sequence.pages for p in self.planners]),
+            ("rows", self.shared.row_ids, [p.sequence.rows for p in self.planners]),
+        ):
+            used = sum(len(o) for o in owned)
+            lines.append(f"{name}: {used} owned = {ids.in_use} in use, {ids.capacity} allocated a layer")
+            if used != ids.in_use or len({i for o in owned for i in o}) != used or ids.capacity < used:
+                raise AssertionError(f"page accounting does not add up: {lines[-1]}")
+        report = self.report()
+        parts = " + ".join(f"{size} {name}" for name, size in report.device.items())
+        lines.append(f"device: {parts} = {report.gpu_bytes} bytes")
+        for index, store in enumerate(self.stores):
+            for name, pool, ids in (("kept", store.kept, self.shared.page_ids), ("rows", store.rows, self.shared.row_ids)):
+                if pool.data.shape[0] != ids.capacity:
+                    raise AssertionError(f"layer {index}: {name} pool has {pool.data.shape[0]} pages, ids {ids.capacity}")
+        return "\n".join(lines)
+
+
+def _layer_kinds(text: Any) -> list[str]:
+    """`full_attention` or `sliding_attention` for each layer. Raises UnsupportedError for any other kind."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+        kinds = ["full_attention" if window is None else "sliding_attention"] * text.num_hidden_layers
+    other = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+    if other:
+        raise UnsupportedError(f"{text.model_type} has layers of kind {', '.join(other)}; HiSparse holds full attention")
+    if "full_attention" not in kinds:
+        raise UnsupportedError(
+            f"every layer of this {text.model_type} has a sliding window of {text.sliding_window} tokens: its cache does not "
+            "grow with the context, so there is nothing to save; use the stock cache"
+        )
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedError(f"{text.model_type} caches latent vectors (MLA); HiSparse holds plain keys and values")
+    return list(kinds)

@@ -1,0 +1,83 @@
+"""Attention over packed pages in plain torch: unpack what this layer needs now, attend, let it go."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hisparse.ops.attend import Packed
+from hisparse.ops.unpack import unpack_pages
+from hisparse.vtq.stats import ChannelStats
+
+
+def _unpacked(packed: Packed, stats: ChannelStats | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k, v [H, n * P, D]."""
+    heads, dim = packed.fmt.heads, packed.fmt.head_dim
+    k, v = unpack_pages(packed.pages, stats, packed.fmt, dtype)
+    return k.permute(2, 0, 1, 3).reshape(heads, -1, dim), v.permute(2, 0, 1, 3).reshape(heads, -1, dim)
+
+
+def _causal_tail(chunk: int, total: int, device: torch.device) -> Tensor | None:
+    """bool [chunk, total]: all of the past, and of the chunk (the last columns) what is not later than the query."""
+    if chunk == 1:
+        return None
+    return torch.ones(chunk, total, dtype=torch.bool, device=device).tril_(total - chunk)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dense_k: Tensor,
+    dense_v: Tensor,
+    packed: list[Packed],
+    stats: ChannelStats | None,
+    scaling: float,
+) -> Tensor:
+    parts = [_unpacked(part, stats, k.dtype) for part in packed if part.pages.shape[0]]
+    keys = torch.cat([*(p[0] for p in parts), dense_k, k], dim=1)
+    values = torch.cat([*(p[1] for p in parts), dense_v, v], dim=1)
+    chunk, total = q.shape[1], keys.shape[1]
+    causal = chunk == total and chunk > 1
+    out = scaled_dot_product_attention(
+        q[None],
+        keys[None],
+        values[None],
+        attn_mask=None if causal else _causal_tail(chunk, total, q.device),
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=q.shape[0] != k.shape[0],
+    )
+    return out[0]
+
+
+def attend_recalled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dense_k: Tensor,
+    dense_v: Tensor,
+    kept: list[Packed],
+    recalled: Packed,
+    stats: ChannelStats,
+    scaling: float,
+) -> Tensor:
+    parts = [_unpacked(part, stats, torch.float32) for part in kept if part.pages.shape[0]]
+    keys = torch.cat([*(p[0] for p in parts), dense_k.float(), k.float()], dim=1)
+    values = torch.cat([*(p[1] for p in parts), dense_v.float(), v.float()], dim=1)
+    (q_heads, chunk, dim), heads = q.shape, k.shape[0]
+    grouped = q.float().view(heads, q_heads // heads, chunk, dim) * scaling
+    shared = torch.einsum("hgtd,hnd->hgtn", grouped, keys)
+    mask = _causal_tail(chunk, keys.shape[1], q.device)
+    if mask is not None:
+        shared.masked_fill_(~mask, float("-inf"))
+    pages = recalled.pages.flatten(0, 1)
+    own_k, own_v = unpack_pages(pages, stats, recalled.fmt, torch.float32)  # [T * n, R, H, D]
+    own_k = own_k.reshape(chunk, -1, heads, dim)
+    own_v = own_v.reshape(chunk, -1, heads, dim)
+    own = torch.einsum("hgtd,tnhd->hgtn", grouped, own_k)
+    weights = torch.cat([shared, own], dim=-1).softmax(-1)
+    w_shared, w_own = weights.split([shared.shape[-1], own.shape[-1]], dim=-1)
+    out = torch.einsum("hgtn,hnd->hgtd", w_shared, values) + torch.einsum("hgtn,tnhd->hgtd", w_own, own_v)
+    return out.reshape(q_heads, chunk, dim).to(q.dtype)

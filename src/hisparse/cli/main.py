@@ -1,0 +1,122 @@
+"""`hisparse`: the entry point, and what happens to errors.
+
+A command's module is imported when the command is called, so that `hisparse --help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from typing import Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+
+import hisparse
+from hisparse.errors import HiSparseError
+
+# name: (module, function, line in --help); in the order of a newcomer's needs
+COMMANDS = {
+    "demo": ("demo", "demo", "Continue a book and find a fact in it, in a ninth of the KV memory."),
+    "generate": ("generate", "generate", "Continue a text, or answer a question about it."),
+    "inspect-kv-cache": (
+        "inspect",
+        "inspect_kv_cache",
+        "Show what is kept of a text, by layer and tier, and draw the plan.",
+    ),
+    "plan-blocks": ("plan", "plan_blocks_command", "Plan the blocks of a text without running a model's attention."),
+    "bench-quant-error": ("quant_error", "bench_quant_error", "Show the quantisation error by block, worst first."),
+    "distill": ("distill", "distill", "Train a TLIF for a model by self-distillation."),
+    "calibrate": ("calibrate", "calibrate", "Measure a model's channel statistics for quantisation."),
+}
+
+
+def _module(name: str) -> str:
+    return f"hisparse.cli.{COMMANDS[name][0]}"
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """A group that knows its commands' names and help lines, and imports one only to run it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in COMMANDS if importlib.util.find_spec(_module(name)) is not None]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command that has its help line alone: what the list of commands needs."""
+        return typer.core.TyperCommand(name=cmd_name, help=COMMANDS[cmd_name][2]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in self.list_commands(ctx):
+            return args[0], load_command(args[0]), args[1:]
+        return super().resolve_command(ctx, args)
+
+
+def load_command(name: str) -> Any:
+    """Import a command's module and build its parser."""
+    function = getattr(importlib.import_module(_module(name)), COMMANDS[name][1])
+    single = typer.Typer(add_completion=False)
+    single.command(name, help=function.__doc__ or COMMANDS[name][2])(function)
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(
+    cls=LazyGroup, add_completion=False, no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hisparse {hisparse.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """HiSparse: long context in a ninth of the KV memory."""
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command line and leave the process.
+
+    Exit code 0 for success, 2 for an error that the user can repair (one line on stderr), 130 after Ctrl-C. Anything
+    else is a bug and keeps its traceback.
+    """
+    warnings.showwarning = _show_warning
+    # transformers' own chatter would bury ours; its warnings about offline use are repeated in our errors.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        code = app(args=arguments, prog_name="hisparse", standalone_mode=False)
+    except HiSparseError as error:
+        sys.exit(_fail(str(error)))
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone: `hisparse ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
+        # typer carries click's exception classes in its own package since 0.20, so they are known by what they can do.
+        if not hasattr(error, "format_message"):
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", "hisparse")
+        sys.exit(_fail(f"{error.format_message().rstrip('.')}; see `{command} --help`"))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(text: str) -> int:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return 2
+
+
+def _show_warning(message: Any, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
+    """A warning meant for users in one line; those meant for programmers (deprecations and the like) not at all."""
+    if category is UserWarning:
+        print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)

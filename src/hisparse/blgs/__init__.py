@@ -1,4 +1,4 @@
-"""Block-level geometric sparsification: which tokens stay on the device, in blocks that grow and thin out with distance."""
+"""Block-level geometric sparsification: what is kept, in blocks that grow and thin out with distance."""
 
 from hisparse.blgs.fixed import plan_fixed_blocks
 from hisparse.blgs.plan import BlockPlan

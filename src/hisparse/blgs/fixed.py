@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 
 from hisparse.blgs.plan import NO_MODE, BlockPlan
 from hisparse.blgs.select import check_importance, check_limits, strongest
+from hisparse.errors import InputError
 
 
 def plan_fixed_blocks(
@@ -28,8 +29,10 @@ def plan_fixed_blocks(
     Raises:
         FormatError, InputError: as `plan_blocks`; also block < 1.
     """
+    if block < 1:
+        raise InputError(f"block = {block}; give the tokens of a block, at least 1")
     channels = block if channels is None else channels
-    check_limits(0.0, min(channels, block), keep_limit)
+    check_limits(0.0, channels, keep_limit)
     p = check_importance(importance)
     length = p.shape[0]
     count = -(-length // block)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,10 +85,11 @@ class BlockPlan:
     def to(self, device: torch.device | str) -> BlockPlan:
         """The same plan with its tensors on `device`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return BlockPlan(**{name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()})
+        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
     def check_integrity(self, echo: Callable[[str], None] = print) -> None:
-        """Print each invariant with its numbers; raise RuntimeError (a defect, not bad input) at the first that fails."""
+        """Print each invariant with its numbers; raise RuntimeError (a defect of ours) at the first that fails."""
         cpu = self.to("cpu")
         start, tokens, kept = cpu.start, cpu.tokens, cpu.kept
         end = start + tokens

@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 
 from hisparse.blgs.plan import NO_MODE, BlockPlan
 from hisparse.blgs.select import check_importance, check_limits, strongest
+from hisparse.blgs.tiny import plan_one_cell
 from hisparse.config import BlgsConfig
 
 GROWTH = 0.5
@@ -39,6 +40,7 @@ _SHIFTS = 4
 _FAR = 1 << 40
 _FRACTION_BITS = 30
 _MOST_RINGS = 4096
+_SHORT = 32  # longer than that, tensors are faster than a list
 
 
 def plan_blocks(
@@ -60,9 +62,7 @@ def plan_blocks(
     """
     check_limits(threshold, channels, keep_limit)
     threshold = ctypes.c_float(threshold).value
-    if importance.ndim == 1 and 0 < importance.shape[0] <= min(config.min_block_size, 32):
-        from hisparse.blgs.tiny import plan_one_cell
-
+    if importance.ndim == 1 and 0 < importance.shape[0] <= min(config.min_block_size, _SHORT):
         return plan_one_cell(importance, threshold, config, channels, keep_limit)
     p = check_importance(importance)
     length = p.shape[0]
@@ -95,14 +95,14 @@ def plan_blocks(
     distance = torch.minimum(gap[start_cell], gap[bounds[1:] - 1])
 
     quota = _quota(tokens, distance, config)
-    anchors_in = _count(anchor, bounds, cells, cell)
+    anchors_in = _count(places, bounds, cells, cell)
     keep = _fill(p, anchor, start, block_level, quota, anchors_in, config)
     kept = torch.maximum(quota, anchors_in)
     if keep_limit is not None and int(kept.sum()) > keep_limit:
         extra = (keep & ~anchor).nonzero().squeeze(1)
         chosen = extra[strongest(p[extra], keep_limit - places.shape[0])]
         keep = anchor.index_fill(0, chosen, True)
-        kept = _count(keep, bounds, cells, cell)
+        kept = anchors_in + _count(chosen, bounds, cells, cell)
 
     return BlockPlan(
         keep=keep,
@@ -153,7 +153,9 @@ def find_modes(p: Tensor, places: Tensor, cells: int, config: BlgsConfig) -> Ten
 
     after = torch.clamp(torch.searchsorted(places, spot), max=places.shape[0] - 1)
     right, left = places[after], places[torch.clamp(after - 1, min=0)]
-    return torch.unique(torch.where((spot - left).abs() <= (right - spot).abs(), left, right))
+    nearest = torch.where((spot - left).abs() <= (right - spot).abs(), left, right)
+    modes: Tensor = torch.unique(nearest)
+    return modes
 
 
 def _box(values: Tensor, radius: int) -> Tensor:
@@ -202,7 +204,7 @@ def _levels(gap: Tensor, config: BlgsConfig) -> Tensor:
     pooled = pad(allowed, (0, -cells % (1 << top)), value=top)
     level = torch.zeros_like(pooled)
     for step in range(1, top + 1):
-        pooled = pooled.view(-1, 2).amin(1)
+        pooled = torch.minimum(pooled[0::2], pooled[1::2])
         level += (pooled >= step).repeat_interleave(1 << step)
     return level[:cells]
 
@@ -231,9 +233,10 @@ def _quota(tokens: Tensor, distance: Tensor, config: BlgsConfig) -> Tensor:
     return (tokens * share + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
 
 
-def _count(mask: Tensor, bounds: Tensor, cells: int, cell: int) -> Tensor:
-    """int64 [B]: true entries of `mask` [T] in each block; `bounds` [B + 1] are the blocks' limits in cells."""
-    per_cell = pad(mask, (0, cells * cell - mask.shape[0])).view(cells, cell).sum(1)
+def _count(places: Tensor, bounds: Tensor, cells: int, cell: int) -> Tensor:
+    """int64 [B]: how many of `places` lie in each block; `bounds` [B + 1] are the blocks' limits in cells."""
+    home = torch.div(places, cell, rounding_mode="floor")
+    per_cell = torch.zeros(cells, dtype=torch.int64, device=places.device).index_add(0, home, torch.ones_like(home))
     running = pad(per_cell.cumsum(0), (1, 0))[bounds]
     return running[1:] - running[:-1]
 
@@ -249,8 +252,8 @@ def _fill(
 ) -> Tensor:
     """bool [T]: the anchors, and in blocks with quota to spare their most important tokens.
 
-    Anchors are the most important tokens of a block, so the first `quota` of its ranking are its anchors and the best of
-    the others. Only blocks with something to rank are ranked, one batch of rows for each block length.
+    Anchors are the most important tokens of a block, so the first `quota` of its ranking are its anchors and the best
+    of the others. Only blocks with something to rank are ranked, one batch of rows for each block length.
     """
     keep = anchor.clone()
     length = p.shape[0]

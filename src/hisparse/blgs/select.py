@@ -22,12 +22,15 @@ def check_importance(importance: Tensor) -> Tensor:
             "give one floating-point value a token, shape [T]"
         )
     p = importance.detach().float()
-    if p.numel() and not bool(((p > 0) & (p < 1)).all()):
+    if p.numel() == 0:
+        return p
+    low, high = torch.aminmax(p)  # NaN if any value is
+    if not bool((low > 0) & (high < 1)):
         wrong = ~((p > 0) & (p < 1))
         where = int(wrong.nonzero()[0, 0])
         raise FormatError(
-            f"importance[{where}] = {float(p[where])} ({int(wrong.sum())} of {p.numel()} values are NaN or outside (0, 1)); "
-            "give probabilities strictly between 0 and 1, e.g. a sigmoid's output clamped to [1e-6, 1 - 1e-6]"
+            f"importance[{where}] = {float(p[where])} ({int(wrong.sum())} of {p.numel()} values are NaN or outside "
+            "(0, 1)); give probabilities strictly between 0 and 1, e.g. a sigmoid's output clamped to [1e-6, 1 - 1e-6]"
         )
     return p
 

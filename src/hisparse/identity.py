@@ -46,13 +46,13 @@ class ModelIdentity:
             hidden, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
         except AttributeError as error:
             raise ModelError(
-                f"{type(model).__name__}: its configuration lacks {error.name!r}; HiSparse works on decoder models with "
-                "ordinary (grouped-query) attention"
+                f"{type(model).__name__}: its configuration lacks {error.name!r}; HiSparse works on decoder models "
+                "with ordinary (grouped-query) attention"
             ) from None
         weight = model.get_input_embeddings().weight
         if weight.device.type == "meta":
             raise ModelError(
-                f"{type(model).__name__}: the input embedding is on the meta device and holds no values; load the weights first"
+                f"{type(model).__name__}: the input embedding is on the meta device; load the weights first"
             )
         return cls(
             model_type=str(config.model_type),

@@ -48,11 +48,11 @@ class Tlif(nn.Module):
     def fold_input_scaling(self, mean: Tensor, scale: Tensor) -> None:
         """Absorb ``(x - mean) / scale`` (each [inputs]) into the first layer, so that inference reads raw rows."""
         weight = self.first.weight / scale
-        self.first.bias -= weight @ mean
+        self.first.bias.sub_(weight @ mean)
         self.first.weight.copy_(weight)
 
     @torch.no_grad()
     def fold_calibration(self, slope: float, offset: float) -> None:
         """Absorb ``slope * logit + offset`` into the second layer."""
-        self.second.weight *= slope
+        self.second.weight.mul_(slope)
         self.second.bias.mul_(slope).add_(offset)

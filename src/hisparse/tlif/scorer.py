@@ -50,7 +50,7 @@ class Scorer(Protocol):
         """Importance float32 [T] in (0, 1) of values [T, F] (any float dtype, any device), and the state after them.
 
         `state` is None for the first piece. Scoring in pieces gives what scoring at once gives, within rounding (1e-5).
-        The given state stays valid, so a piece may be scored again from it. Raises ModelError for rows of a wrong width.
+        The given state stays valid: a piece may be scored again from it. Raises ModelError for rows of a wrong width.
         """
         ...
 
@@ -93,7 +93,7 @@ class TlifScorer:
         state = state or ScorerState(values[:0])
         first, first_bias, second, second_bias = self._on(values.device)
         recent, parts = state.recent, []
-        for piece in values.split(_SLICE):
+        for piece in torch.split(values, _SLICE):
             rows = piece.float()
             statistics = window_statistics(rows, recent.float(), self.prefix_length)
             hidden = torch.addmm(first_bias, rows, first[:, : self.features].T)
@@ -124,8 +124,7 @@ class NoveltyScorer:
         recent, trail, parts = state.recent, state.trail, []
         if trail is None:
             raise ModelError("novelty: the state was made by another scorer; start a sequence with state = None")
-        for piece in values.split(_SLICE):
-            # Against an empty window every row is the mean distance from itself: z = 0.
+        for piece in torch.split(values, _SLICE):
             distances = window_statistics(piece.float(), recent.float(), self.prefix_length)[:, _MEAN_DISTANCE]
             parts.append(self._rank(distances, trail))
             recent = _advance(piece, recent, self.prefix_length)
@@ -144,7 +143,8 @@ class NoveltyScorer:
         deviation = (((windows - mean.unsqueeze(1)) * mask).square().sum(1) / count).sqrt()
         z = (distances - mean) / deviation.clamp_min(1e-3)
         z = torch.where(mask.sum(1) > 1, z, torch.zeros_like(z))  # one distance has no deviation
-        return torch.special.ndtr(z).pow(_TENTH).clamp(_MARGIN, 1 - _MARGIN)
+        importance: Tensor = torch.special.ndtr(z).pow(_TENTH).clamp(_MARGIN, 1 - _MARGIN)
+        return importance
 
 
 class RandomScorer:

@@ -1,7 +1,7 @@
 """What TLIF is told about a token's surroundings: cheap statistics of the `prefix` rows before it.
 
 All functions are linear in tokens and bounded in memory: tokens are taken in blocks of at most `prefix` queries, each
-against the at most ``2 * prefix`` rows that its windows cover.
+against the at most ``2 * prefix`` rows that its windows cover, so that the work is matrix products.
 """
 
 from __future__ import annotations
@@ -15,82 +15,77 @@ STATISTICS = (
     "mean_distance",
     "mean_similarity",
     "nearest_similarity",
-    "similarity_spread",
-    "duplicates",
     "previous_similarity",
     "relative_norm",
 )
-_DUPLICATE = 0.98  # cosine from which two rows count as the same token
 _EPS = 1e-12
+_OUTSIDE = -2.0  # below any cosine: what lies outside a window is nobody's nearest
+_GROUP_VALUES = 1 << 21  # float32 values of work space at a time (8 MiB)
 
 
 def window_statistics(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
     """Statistics of each row against the rows before it.
 
     values [T, F] and recent [R <= prefix, F], float32: the new rows, and the rows just before them. Returns float32
-    [T, len(STATISTICS)]. A row's window is the (at most `prefix`) rows before it. With u = x / |x|, w the window's rows:
+    [T, len(STATISTICS)]. A row's window is the (at most `prefix`) rows before it. With u = x / |x| and w for the
+    window's rows:
 
     - ``log_norm``: ln |x|
     - ``window_fill``: rows in the window / prefix
     - ``mean_distance``: |u - mean(u_w)|
-    - ``mean_similarity``, ``nearest_similarity``, ``similarity_spread``: mean, maximum and standard deviation of u . u_w
-    - ``duplicates``: share of the window with u . u_w > 0.98
+    - ``mean_similarity``: mean of u . u_w
+    - ``nearest_similarity``: largest u . u_w, at least 0
     - ``previous_similarity``: u . u of the row just before
     - ``relative_norm``: ln |x| - mean(ln |x_w|)
 
-    Statistics of an empty window are 0.
+    Against an empty window the distances and similarities are those to a zero row, and ``relative_norm`` is 0.
     """
     tokens, features = values.shape
     if not tokens:
         return values.new_zeros((0, len(STATISTICS)))
     past = recent.shape[0]
-    rows = torch.cat((recent, values)) if past else values
+    rows = torch.cat((recent, values))
     log_norm = rows.square().sum(1).clamp_min(_EPS).log().mul_(0.5)
     unit = rows * log_norm.neg().exp().unsqueeze(1)
     block = min(prefix, tokens)
     blocks = -(-tokens // block)
-    # Front padding gives each window `prefix` slots, back padding fills the last block. `real` marks true rows.
+    # Front padding gives each window `prefix` slots, back padding fills the last block. Padded rows are zero: they add
+    # nothing to the sums, and a similarity of 0 to the nearest.
     front, back = prefix - past, blocks * block - tokens
-    unit = torch.nn.functional.pad(unit, (0, 0, front, back))
-    log_norm = torch.nn.functional.pad(log_norm, (front, back))
-    real = torch.nn.functional.pad(unit.new_ones(rows.shape[0]), (front, back))
+    if front or back:
+        unit = torch.nn.functional.pad(unit, (0, 0, front, back))
+        log_norm = torch.nn.functional.pad(log_norm, (front, back))
+    count = torch.arange(past, past + blocks * block, device=unit.device, dtype=unit.dtype).clamp_max_(prefix)
     # Query i of a block sees slots i .. i + prefix - 1 of the block's span.
     slot = torch.arange(prefix + block, device=unit.device) - torch.arange(block, device=unit.device).unsqueeze(1)
-    band = (slot >= 0) & (slot < prefix)
-    group = max(1, (1 << 22) // ((prefix + block) * (features + block)))  # blocks at a time: some 16 MiB of work space
+    band = ((slot >= 0) & (slot < prefix)).to(unit.dtype)
+    group = max(1, _GROUP_VALUES // ((prefix + block) * (features + block)))
     parts = []
     for start in range(0, blocks, group):
-        count = min(group, blocks - start)
-        low, high = start * block, (start + count) * block + prefix
-        parts.append(_block_statistics(unit[low:high], log_norm[low:high], real[low:high], band, prefix, block))
+        low, high = start * block, min(start + group, blocks) * block
+        stretch = slice(low, high + prefix)
+        parts.append(_stretch_statistics(unit[stretch], log_norm[stretch], count[low:high], band, prefix))
     return torch.cat(parts)[:tokens] if len(parts) > 1 else parts[0][:tokens]
 
 
-def _block_statistics(unit: Tensor, log_norm: Tensor, real: Tensor, band: Tensor, prefix: int, block: int) -> Tensor:
-    """[count * block, S] for a stretch of `prefix` + count * block padded rows."""
-    span = prefix + block
+def _stretch_statistics(unit: Tensor, log_norm: Tensor, count: Tensor, band: Tensor, prefix: int) -> Tensor:
+    """[N, statistics] of N = n * block queries; unit [prefix + N, F], log_norm [prefix + N], count [N]."""
+    block, span = band.shape
     keys = unit.unfold(0, span, block)  # [n, F, span], a view
-    queries = unit[prefix:].view(-1, block, unit.shape[1])  # [n, block, F]
-    mask = real.unfold(0, span, block).unsqueeze(1) * band  # [n, block, span], 1.0 in the window
-    count = mask.sum(2)
+    queries = unit[prefix:]  # [N, F]
     inverse = count.clamp_min(1).reciprocal()
-    similarity = torch.bmm(queries, keys) * mask
-    mean = similarity.sum(2) * inverse
-    spread = (similarity.square().sum(2) * inverse - mean.square()).clamp_min(0).sqrt()
-    centre = torch.bmm(mask, keys.transpose(1, 2)) * inverse.unsqueeze(2)  # [n, block, F]
-    some = (count > 0).to(unit.dtype)
-    nearest = similarity.masked_fill(mask == 0, -1).amax(2) * some
-    own = log_norm[prefix:].view(-1, block)
-    window_norm = torch.bmm(mask, log_norm.unfold(0, span, block).unsqueeze(2)).squeeze(2) * inverse
+    outside = ((1 - band) * _OUTSIDE).expand(keys.shape[0], block, span)
+    nearest = torch.baddbmm(outside, queries.view(-1, block, unit.shape[1]), keys).amax(2).clamp_min_(0).flatten()
+    centre = torch.matmul(band, keys.transpose(1, 2)).flatten(0, 1) * inverse.unsqueeze(1)
+    own = log_norm[prefix:]
+    window_norm = (log_norm.unfold(0, span, block) @ band.T).flatten() * inverse
     columns = (
         own,
         count / prefix,
-        (queries - centre).square().sum(2).sqrt() * some,
-        mean,
+        (queries - centre).square().sum(1).sqrt(),
+        (queries * centre).sum(1),
         nearest,
-        spread,
-        (similarity > _DUPLICATE).sum(2) * inverse,
-        (queries * unit[prefix - 1 : -1].view(-1, block, unit.shape[1])).sum(2),
-        (own - window_norm) * some,
+        (queries * unit[prefix - 1 : -1]).sum(1),
+        (own - window_norm) * (count > 0),
     )
-    return torch.stack(columns, dim=2).flatten(0, 1)
+    return torch.stack(columns, dim=1)

@@ -65,9 +65,7 @@ def save_tlif(network: Tlif, card: TlifCard, path: Path) -> None:
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not path.is_file():
-        raise ModelError(
-            f"TLIF {path}: no such file; make it with `hisparse distill --model ... --corpus ... -o {path}`"
-        )
+        raise ModelError(f"TLIF {path}: no such file; `hisparse distill` makes one")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
@@ -80,7 +78,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _card(metadata: dict[str, str], path: Path) -> TlifCard:
     if metadata.get("format") != FORMAT:
         raise ModelError(
-            f"TLIF {path}: format {metadata.get('format')!r}, expected {FORMAT!r}; give a file made by `hisparse distill`"
+            f"TLIF {path}: format {metadata.get('format')!r}, expected {FORMAT!r}, as `hisparse distill` writes it"
         )
     if metadata.get("version") != str(VERSION):
         raise ModelError(
@@ -153,8 +151,8 @@ def shipped_tlifs() -> list[Path]:
 def scorer_for(model_identity: ModelIdentity, config: TlifConfig, path: Path | None = None) -> Scorer:
     """The scorer that `config` asks for: `path` if given, else a shipped TLIF of the same model.
 
-    A model for which no TLIF is found gets the novelty scorer, and a warning that says so. Raises ModelError where `path`
-    is of another model or damaged, ConfigError where a path is given but `config.scorer` is not "tlif".
+    A model for which no TLIF is found gets the novelty scorer, and a warning that says so. Raises ModelError where
+    `path` is of another model or damaged, ConfigError where a path is given but `config.scorer` is not "tlif".
     """
     if config.scorer != "tlif":
         if path is not None:
@@ -169,8 +167,8 @@ def scorer_for(model_identity: ModelIdentity, config: TlifConfig, path: Path | N
             return load_tlif(shipped, model_identity, config)
     warnings.warn(
         f"no TLIF for this model ({model_identity.model_type}, hidden size {model_identity.hidden_size}, "
-        f"{model_identity.layers} layers): token importance falls back to novelty, which needs no training and finds less. "
-        "Make one with `hisparse distill --model MODEL --corpus FILES -o tlif.safetensors` and pass it as the TLIF file",
+        f"{model_identity.layers} layers): token importance falls back to novelty, which needs no training and finds "
+        "less. Make one with `hisparse distill --model MODEL --corpus FILES -o tlif.safetensors` and pass that file",
         stacklevel=2,
     )
     return NoveltyScorer(config.prefix_length)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import expected_plan
+from blgs_oracle import expected_plan
 from torch import Tensor
 
 from hisparse.blgs import BlockPlan, plan_blocks, plan_fixed_blocks

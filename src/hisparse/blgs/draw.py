@@ -26,8 +26,8 @@ _FLOAT = NDArray[np.float64]
 def draw_plan(plan: BlockPlan, importance: Tensor, path: Path | str) -> None:
     """Write a PNG (or what the suffix of `path` says) of the plan; long sequences are wrapped in rows.
 
-    Each row shows the blocks as tiles of their token length and channel width, coloured by the share of tokens kept (log
-    scale); the strip below shows the tokens' importance (grey), kept anchors (blue) and other kept tokens (orange).
+    Each row shows the blocks as tiles of their token length and channel width, coloured by the share of tokens kept
+    (log scale); the strip below shows the tokens' importance (grey), kept anchors (blue) and other kept tokens (orange).
 
     Args:
         importance: float [T], what the plan was made from.
@@ -72,7 +72,7 @@ def draw_plan(plan: BlockPlan, importance: Tensor, path: Path | str) -> None:
         for spine in axes.spines.values():
             spine.set_visible(False)
         axes.set_ylabel(f"{first:,}", color="#e8e8ee", fontsize=13, rotation=0, labelpad=38, va="center")
-    write = {"color": "#b0b0b8", "fontsize": 12, "va": "bottom"}
+    write: dict[str, Any] = {"color": "#b0b0b8", "fontsize": 12, "va": "bottom"}
     figure.text(
         left / full[1], 1 - 44 / full[0], "Block plan: position × channel", color="#ffffff", fontsize=19, va="bottom"
     )

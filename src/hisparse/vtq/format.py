@@ -8,16 +8,16 @@ A page holds, in this order, each field starting at a multiple of 16 bytes and p
 (H KV heads, P tokens, D channels, G channel groups; X = 0, D/8, D/4 bytes for 4, 5, 6 bits.) Heads come first, so the
 tokens of one head are contiguous. A raw page holds k [H, P, D] and v [H, P, D] in a float dtype instead.
 
-Channels come in pairs j = 0 .. D/2-1: `a` is channel j and `b` channel j + D/2 of the permuted channels, so that `a` runs
-over the slow half of the RoPE frequencies and `b` over the fast half. Group g holds the pairs
+Channels come in pairs j = 0 .. D/2-1: `a` is channel j and `b` channel j + D/2 of the permuted channels, so that `a`
+runs over the slow half of the RoPE frequencies and `b` over the fast half. Group g holds the pairs
 ``g * group/2 <= j < (g + 1) * group/2``.
 
 * nibble plane: byte j = (a & 15) | (b & 15) << 4
 * extra plane, 5 bits: two bits `x` a pair; byte i holds pair ``s * (D/8) + i`` at bit 2 s (s = 0 .. 3).
   Whole block in five bits: a5 = a4 | (x & 1) << 4, b5 = b4 | (x >> 1) << 4. Split block: a6 = a4 | x << 4, b4 alone.
 * extra plane, 6 bits: the plane of bits 4..5 of `a` (D/8 bytes), then that of `b`, token by token.
-* scales: the upper 16 bits of two float32 (bfloat16): step (> 0; its sign bit set marks a split block) and zero. A code c
-  stands for ``zero + c * step``; in a split block the step of `b` is ``step * 4.2`` (63/15).
+* scales: the upper 16 bits of two float32 (bfloat16): step (> 0; its sign bit set marks a split block) and zero. A code
+  c stands for ``zero + c * step``; in a split block the step of `b` is ``step * 4.2`` (63/15).
 """
 
 from __future__ import annotations
@@ -45,11 +45,22 @@ def _aligned(size: int) -> int:
 
 
 @dataclass(frozen=True)
+class Fields:
+    """Where one tensor, K or V, lies in a quantised page: its bit width and the byte offsets of its three fields."""
+
+    bits: int
+    nibbles: int
+    extra: int
+    scales: int
+
+
+@dataclass(frozen=True)
 class PageFormat:
     """Shape and layout of a page; every size below is in bytes.
 
-    `k_bits` and `v_bits` are 4, 5 or 6 for a quantised page and 0 for a raw one (`raw_dtype` set). `group` is the number of
-    channels that share a step and a zero. Raises FormatError at construction for a shape that cannot be stored.
+    `k_bits` and `v_bits` are 4, 5 or 6 for a quantised page and 0 for a raw one (`raw_dtype` set). `group` is the
+    number of channels that share a step and a zero. Raises FormatError at construction for a shape that cannot be
+    stored.
     """
 
     tokens: int
@@ -172,6 +183,14 @@ class PageFormat:
     def v_scale_offset(self) -> int:
         return self._layout[5]
 
+    @cached_property
+    def k(self) -> Fields:
+        return Fields(self.k_bits, self.k_nibble_offset, self.k_extra_offset, self.k_scale_offset)
+
+    @cached_property
+    def v(self) -> Fields:
+        return Fields(self.v_bits, self.v_nibble_offset, self.v_extra_offset, self.v_scale_offset)
+
     @property
     def raw_v_offset(self) -> int:
         """Offset of V in a raw page (K starts at 0)."""
@@ -198,7 +217,7 @@ class PageFormat:
 
     @classmethod
     def from_json(cls, text: str) -> PageFormat:
-        """Read what :meth:`to_json` wrote. Raises FormatError for broken JSON, another version, or a bad or missing key."""
+        """Read what :meth:`to_json` wrote; FormatError for broken JSON, another version, or a bad or missing key."""
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:

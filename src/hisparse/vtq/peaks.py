@@ -9,12 +9,12 @@ STEPS = 4
 
 
 def peak_separation(values: Tensor, lo: Tensor | None = None, hi: Tensor | None = None) -> Tensor:
-    """Distance of the two component means over the range of the block: float32 [B] in [0, 1] for `values` float32 [B, m].
+    """Distance of the two component means over the range of the block: float32 [B], for `values` float32 [B, m].
 
-    All blocks are fitted in one pass of STEPS expectation-maximisation steps (Dempster, Laird and Rubin 1977) started at
-    mean -/+ one standard deviation. Both components have their own weight and variance; a variance is at least 1e-4 of the
-    block's, so that a component cannot collapse onto one value. `lo` and `hi`, the blocks' minima and maxima, are computed
-    where they are not given. A block of one value has separation 0.
+    All blocks are fitted in one pass of STEPS expectation-maximisation steps (Dempster, Laird and Rubin 1977) started
+    at mean -/+ one standard deviation. Both components have their own weight and variance; a variance is at least 1e-4
+    of the block's, so that a component cannot collapse onto one value. `lo` and `hi`, the blocks' minima and maxima,
+    are computed where they are not given. A block of one value has separation 0.
     """
     if lo is None or hi is None:
         lo, hi = values.aminmax(dim=-1)

@@ -1,7 +1,7 @@
 """Per-channel statistics of K and V, and the order in which K's channels are stored.
 
-Normalising each channel by a calibrated mean and scale makes the channels of a block alike, so that one step serves them
-all: the keys of some models have channels with constant offsets many times their spread (Liu et al. 2024, KIVI).
+Normalising each channel by a calibrated mean and scale makes the channels of a block alike, so that one step serves
+them all: the keys of some models have channels with constant offsets many times their spread (Liu et al. 2024, KIVI).
 """
 
 from __future__ import annotations
@@ -16,23 +16,33 @@ from torch import Tensor
 from hisparse.errors import FormatError
 
 SCALE_FLOOR = 0.01
-"""Smallest channel scale, as a fraction of the root mean square of the scales of its head: a channel that hardly moved in
-the calibration text must not blow up the block it shares with others."""
+"""Smallest channel scale, as a fraction of the root mean square of the scales of its head: a channel that hardly moved
+in the calibration text must not blow up the block it shares with others."""
 
 INTERLEAVED = frozenset(
-    ("codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4v_text", "gptj", "helium")
-    + ("llama4_text", "moonshine")
+    {"codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4v_text"}
+    | {"gptj", "helium", "llama4_text", "moonshine"}
 )
 """Model types whose rotary pairs are channels (2i, 2i+1); in the others pair i is (i, i + rotary_dim/2)."""
+
+
+Runs = tuple[tuple[int, int, int], ...]
+"""Runs (place, channel, length): stored places place .. place+length-1 hold the channels channel ..
+channel+length-1."""
+
+
+def permute_channels(x: Tensor, runs: Runs) -> Tensor:
+    """`x` [..., D] in stored order."""
+    return torch.cat([x[..., channel : channel + width] for _, channel, width in runs], -1)
 
 
 @dataclass(frozen=True)
 class ChannelStats:
     """Statistics of one layer: mean and scale of post-RoPE K and of V, float32 [H, D], and `order`, int64 [D].
 
-    ``order[i]`` is the channel stored at place i of K: its first D/2 entries are the channels that RoPE rotates slowest. V
-    keeps its order. Raises FormatError for shapes that differ, a scale that is not positive, or an order that is not a
-    permutation.
+    ``order[i]`` is the channel stored at place i of K: its first D/2 entries are the channels that RoPE rotates
+    slowest. V keeps its order. Raises FormatError for shapes that differ, a scale that is not positive, or an order
+    that is not a permutation.
     """
 
     k_mean: Tensor
@@ -71,20 +81,15 @@ class ChannelStats:
         return self.k_mean.shape[1]
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """`order` as runs (place, channel, length) of adjacent channels: a few copies of slices replace a gather."""
+    def runs(self) -> Runs:
+        """`order` as runs of adjacent channels, none across the middle: a few copies of slices replace a gather."""
         runs: list[tuple[int, int, int]] = []
         for place, channel in enumerate(self.order.tolist()):
-            if runs and channel == runs[-1][1] + runs[-1][2]:
+            if runs and channel == runs[-1][1] + runs[-1][2] and place != self.head_dim // 2:
                 runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
             else:
                 runs.append((place, channel, 1))
         return tuple(runs)
-
-    @cached_property
-    def is_ordered(self) -> bool:
-        """True where the order is 0, 1, 2, ..."""
-        return len(self.runs) == 1
 
     def to(self, device: torch.device | str) -> ChannelStats:
         """The same statistics on `device`; self where they are there already."""
@@ -97,10 +102,10 @@ class ChannelStats:
 def channel_order(config: Any, head_dim: int | None = None) -> Tensor:
     """Channel permutation of K, int64 [D]: the slower half of the RoPE frequencies first, each half in channel order.
 
-    `config` is a transformers config (of a text model, or one that has a `text_config`). RoPE (Su et al. 2021) turns pair i
-    by position * theta^(-2i/rotary_dim), so the later pairs are the slower; channels that are not rotated are the slowest.
-    Frequency scaling (linear, dynamic, YaRN, Llama 3) and different theta per layer do not change that order. Models without
-    RoPE parameters get the half-split order, which is then arbitrary but valid.
+    `config` is a transformers config (of a text model, or one that has a `text_config`). RoPE (Su et al. 2021) turns
+    pair i by position * theta^(-2i/rotary_dim), so the later pairs are the slower; channels that are not rotated are
+    the slowest. Frequency scaling (linear, dynamic, YaRN, Llama 3) and different theta per layer do not change that
+    order. Models without RoPE parameters get the half-split order, which is then arbitrary but valid.
     """
     config = getattr(config, "text_config", None) or config
     if head_dim is None:
@@ -129,7 +134,7 @@ def rotary_dim(config: Any, head_dim: int) -> int:
 
 
 def floor_scales(scale: Tensor) -> Tensor:
-    """Standard deviations [..., D] with a floor of SCALE_FLOOR of their head's root mean square; 1 for a head of zeros."""
+    """Standard deviations [..., D], at least SCALE_FLOOR of their head's root mean square; 1 for a head of zeros."""
     floor = SCALE_FLOOR * scale.square().mean(-1, keepdim=True).sqrt()
     floored = torch.maximum(scale, floor)
     return torch.where(floored > 1e-20, floored, torch.ones_like(floored))
@@ -138,8 +143,8 @@ def floor_scales(scale: Tensor) -> Tensor:
 def estimate_stats(k: Tensor, v: Tensor, order: Tensor) -> ChannelStats:
     """Statistics from the tokens at hand, for models without a calibration file.
 
-    `k` (post-RoPE) and `v` are [..., H, D] of any float dtype; all leading dimensions are averaged over. Raises FormatError
-    where they hold inf or NaN, or no token.
+    `k` (post-RoPE) and `v` are [..., H, D] of any float dtype; all leading dimensions are averaged over. Raises
+    FormatError where they hold inf or NaN, or no token.
     """
     moments: list[Tensor] = []
     for name, x in (("K", k), ("V", v)):

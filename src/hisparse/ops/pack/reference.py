@@ -1,19 +1,22 @@
 """Packing in plain torch, vectorised over pages, heads and groups; runs on CPU and CUDA tensors.
 
-Per block: zero = min rounded down to bfloat16, step = (max - zero) / levels rounded up to bfloat16, so the codes cover the
-range and every value lies within half a step of its code; code = floor((x - zero) * (1 / step) + 0.5) in float32.
+Per block: zero = min rounded down to bfloat16, step = (max - zero) / levels rounded up to bfloat16, so the codes cover
+the range and every value lies within half a step of its code; code = floor((x - zero) * (1 / step) + 0.5) in float32.
 """
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from hisparse.errors import FormatError
-from hisparse.vtq.format import SPLIT_RATIO, PageFormat
+from hisparse.vtq.format import SPLIT_RATIO, Fields, PageFormat
 from hisparse.vtq.peaks import peak_separation
-from hisparse.vtq.stats import ChannelStats
+from hisparse.vtq.stats import ChannelStats, Runs, permute_channels
 
+CHUNK_VALUES = 1 << 18
 _TINY = 2.0**-126  # smallest step: a subnormal one would have no finite inverse
 
 
@@ -26,146 +29,148 @@ def pack_pages(
         return pages
     if fmt.raw_dtype is not None:
         for x, offset, name in ((k, 0, "K"), (v, fmt.raw_v_offset, "V")):
-            _refuse_unless(x.isfinite().amin(-1), x, name)
             size = fmt.heads * fmt.tokens * fmt.head_dim * fmt.raw_dtype.itemsize
             raw = x.transpose(1, 2).to(fmt.raw_dtype).contiguous()
-            _refuse_unless(raw.isfinite().amin(-1).transpose(1, 2), x, name)
+            finite = raw.isfinite().all(-1)
+            if not bool(finite.all()):
+                _refuse(finite.transpose(1, 2), x, name, 0)
             pages[:, offset : offset + size] = raw.view(len(k), -1).view(torch.uint8)
         return pages
     assert stats is not None  # checked by the public function
-    normal_k = _normalise(k, stats.k_mean, stats.k_scale, stats.runs)
-    normal_v = _normalise(v, stats.v_mean, stats.v_scale, None)
-    offsets = (fmt.k_nibble_offset, fmt.k_extra_offset, fmt.k_scale_offset)
-    _pack(normal_k, k, "K", fmt, fmt.k_bits, offsets, split, peak_threshold, pages)
-    offsets = (fmt.v_nibble_offset, fmt.v_extra_offset, fmt.v_scale_offset)
-    _pack(normal_v, v, "V", fmt, fmt.v_bits, offsets, "never" if split == "rope" else split, peak_threshold, pages)
+    # On CPU a chunk's float32 intermediates stay in the cache; on a GPU one launch for all pages is best.
+    chunk = len(k) if k.is_cuda else max(1, CHUNK_VALUES // k[0].numel())
+    tensors = (
+        ("K", k, stats.k_mean, stats.k_scale, stats.runs, fmt.k, split),
+        ("V", v, stats.v_mean, stats.v_scale, None, fmt.v, "never" if split == "rope" else split),
+    )
+    for start in range(0, len(k), chunk):
+        here = slice(start, start + chunk)
+        for name, x, mean, scale, runs, field, rule in tensors:
+            normal = _normalise(x[here], mean, scale, runs)
+            finite = _quantise(normal, fmt, field, rule, peak_threshold, pages[here])
+            if not bool(finite.all()):
+                _refuse(finite.all(-1)[:, None].expand(-1, fmt.tokens, -1), x, name, start)
     return pages
 
 
-def _normalise(x: Tensor, mean: Tensor, scale: Tensor, runs: tuple[tuple[int, int, int], ...] | None) -> Tensor:
-    """(x - mean) / scale, head-major and permuted: [n, P, H, D] -> float32 [n, H, P, D]."""
+def _normalise(x: Tensor, mean: Tensor, scale: Tensor, runs: Runs | None) -> Tensor:
+    """(x - mean) * (1 / scale), head-major and permuted: [n, P, H, D] -> float32 [n, H, P, D]."""
     n, tokens, heads, dim = x.shape
     out = torch.empty(n, heads, tokens, dim, dtype=torch.float32, device=x.device)
-    torch.sub(x.transpose(1, 2), mean[:, None], out=out) if runs is None else _permuted_sub(x, mean, runs, out)
-    inverse = scale.reciprocal()
-    return out.mul_((inverse if runs is None else torch.cat([inverse[:, c : c + w] for _, c, w in runs], 1))[:, None])
+    source, mean, rate = x.transpose(1, 2), mean[:, None], scale.reciprocal()[:, None]
+    for place, channel, width in ((0, 0, dim),) if runs is None else runs:
+        torch.sub(
+            source[..., channel : channel + width],
+            mean[..., channel : channel + width],
+            out=out[..., place : place + width],
+        )
+    return out.mul_(rate if runs is None else permute_channels(rate, runs))
 
 
-def _permuted_sub(x: Tensor, mean: Tensor, runs: tuple[tuple[int, int, int], ...], out: Tensor) -> None:
-    source = x.transpose(1, 2)
-    for place, channel, width in runs:
-        here = slice(channel, channel + width)
-        torch.sub(source[..., here], mean[:, None, here], out=out[..., place : place + width])
+def _quantise(x: Tensor, fmt: PageFormat, field: Fields, split: str, peak_threshold: float, pages: Tensor) -> Tensor:
+    """Write the codes and scales of `x`, float32 [n, H, P, D], into their fields of `pages`.
 
-
-def _pack(
-    x: Tensor,
-    original: Tensor,
-    name: str,
-    fmt: PageFormat,
-    bits: int,
-    offsets: tuple[int, int, int],
-    split: str,
-    peak_threshold: float,
-    pages: Tensor,
-) -> None:
-    """Quantise `x`, float32 [n, H, P, D], into the nibbles, extra and scales fields of `pages`."""
+    Returns bool [n, H, G]: false where a block holds inf or NaN or exceeds the range of the format (its bytes mean
+    nothing).
+    """
     n, heads, tokens, dim = x.shape
-    groups, half = fmt.groups, dim // 2
-    blocks = x.view(n, heads, tokens * 2, groups, fmt.group // 2)
+    groups, half, eighth = fmt.groups, dim // 2, dim // 8
+    blocks = x.view(n, heads, tokens, 2, groups, fmt.group // 2)
+    # amin and amax, not aminmax: the fused form is several times slower on CPU
     if groups == 1:
-        lo, hi = x.view(n, heads, 1, tokens * dim).aminmax(dim=-1)
+        flat = x.view(n, heads, 1, tokens * dim)
+        lo, hi = flat.amin(-1), flat.amax(-1)  # [n, H, G]
     else:
-        lo, hi = blocks.amin(-1).amin(2), blocks.amax(-1).amax(2)  # [n, H, G]
+        lo, hi = blocks.amin(-1).amin((2, 3)), blocks.amax(-1).amax((2, 3))
 
     zero, zero_bits = _bf16_down(lo)
-    if bits != 5:
+    if field.bits != 5:
         split = "never"
-    levels: float | Tensor = float(2**bits - 1)
+    levels: float | Tensor = float(2**field.bits - 1)
     is_split: Tensor | None = None
     if split == "rope":
         levels = 63.0
     elif split == "peaks":
-        flat = blocks.permute(0, 1, 3, 2, 4).reshape(n * heads * groups, -1)
+        flat = blocks.permute(0, 1, 4, 2, 3, 5).reshape(n * heads * groups, -1)
         is_split = (peak_separation(flat, lo.flatten(), hi.flatten()) > peak_threshold).view(n, heads, groups)
         levels = torch.where(is_split, 63.0, 31.0)
-    spread = (hi - zero) / levels
-    step, step_bits = _bf16_step(spread, lo == hi)
+    step, step_bits = _bf16_step((hi - zero) / levels, lo == hi)
     finite = zero.isfinite() & step.isfinite()
-    if not bool(finite.all()):
-        _refuse_unless(finite.all(-1)[:, None].expand(n, tokens, heads), original, name)
+    slow = step.reciprocal()
+    fast = slow
     if split == "rope":
         step_bits = step_bits | -0x8000
+        fast = (step * SPLIT_RATIO).reciprocal()
     elif is_split is not None:
         step_bits = torch.where(is_split, step_bits | -0x8000, step_bits)
+        fast = torch.where(is_split, (step * SPLIT_RATIO).reciprocal(), slow)
 
-    inverse = step.reciprocal()
-    if split == "never":
-        rates = inverse[:, :, None, :, None]
-    else:
-        fast = (step * SPLIT_RATIO).reciprocal()
-        if is_split is not None:
-            fast = torch.where(is_split, fast, inverse)
-        rates = torch.stack((inverse, fast), 2).repeat(1, 1, tokens, 1)[..., None]  # [n, H, 2P, G, 1]
-    codes = blocks.sub_(zero[:, :, None, :, None]).mul_(rates).add_(0.5).to(torch.uint8)
-    codes = codes.view(n, heads, tokens, 2, half)
-    a, b = codes[..., 0, :], codes[..., 1, :]
-
-    _field(pages, offsets[0], (heads, tokens, half)).copy_((a & 15) | (b << 4))
-    if bits == 5:
+    zero = zero[:, :, None, :, None]
+    a, b = (
+        (blocks[:, :, :, i] - zero).mul_(rate[:, :, None, :, None]).add_(0.5).to(torch.uint8).view(n, -1)
+        for i, rate in enumerate((slow, fast))
+    )  # [n, H * P * D/2]
+    rows = heads * tokens
+    _field(pages, field.nibbles, rows * half).copy_((b << 4).bitwise_or_(a & 15))
+    if field.bits == 5:
         # One formula for both kinds of block: b >> 4 is 0 where b has four bits, a >> 4 is one bit where a has five.
-        _field(pages, offsets[1], (heads, tokens, dim // 8)).copy_(_plane((a >> 4) | ((b >> 4) << 1)))
-    elif bits == 6:
-        _field(pages, offsets[1], (heads, tokens, 2, dim // 8)).copy_(_plane(codes >> 4))
+        pairs = (b >> 4).bitwise_left_shift_(1).bitwise_or_(a >> 4)
+        _field(pages, field.extra, rows * eighth).copy_(_plane(pairs, eighth).view(n, -1))
+    elif field.bits == 6:
+        extra = _field(pages, field.extra, rows * 2 * eighth).view(n, rows, 2, eighth)
+        extra[:, :, 0] = _plane(a >> 4, eighth)
+        extra[:, :, 1] = _plane(b >> 4, eighth)
     scales = torch.stack((step_bits, zero_bits), -1).to(torch.int16)  # [n, H, G, 2]
-    _field(pages, offsets[2], (heads * groups * 4,)).copy_(scales.view(n, -1).view(torch.uint8))
+    _field(pages, field.scales, heads * groups * 4).copy_(scales.view(n, -1).view(torch.uint8))
+    return finite
 
 
-def _plane(pairs: Tensor) -> Tensor:
-    """Two bits a channel pair, uint8 [..., D/2] in 0..3, packed four to a byte: [..., D/8]."""
-    quarters = pairs.view(*pairs.shape[:-1], 4, pairs.shape[-1] // 4)
-    low = quarters[..., 0, :] | (quarters[..., 1, :] << 2)
-    return low | (quarters[..., 2, :] << 4) | (quarters[..., 3, :] << 6)
+def _plane(pairs: Tensor, eighth: int) -> Tensor:
+    """Two bits a channel pair, uint8 [n, rows * D/2] in 0..3, packed four to a byte: [n, rows, D/8]."""
+    quarters = pairs.view(len(pairs), -1, 4, eighth)
+    plane = quarters[:, :, 3] << 2
+    for s in (2, 1, 0):
+        plane |= quarters[:, :, s]
+        if s:
+            plane <<= 2
+    return plane
 
 
-def _field(pages: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
-    """A view of one field of every page: uint8 [n, *shape]."""
-    size = 1
-    for length in shape:
-        size *= length
-    return pages[:, offset : offset + size].view(-1, *shape)
+def _field(pages: Tensor, offset: int, size: int) -> Tensor:
+    """A view of one field of every page: uint8 [n, size]."""
+    return pages[:, offset : offset + size]
 
 
 def _bf16_down(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest bfloat16 <= x, as float32 and as its 16 bits (int32). Adding to the magnitude of negatives rounds them down."""
+    """Largest bfloat16 <= x, as float32 and as its 16 bits (int32): adds to the magnitude of negatives only."""
     bits = x.contiguous().view(torch.int32)
     bits = (bits + ((bits >> 31) & 0xFFFF)) & -0x10000
     return bits.view(torch.float32), bits >> 16
 
 
 def _bf16_step(x: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest bfloat16 >= x > 0, as float32 and 16 bits (int32); the nearest where a block holds one value only, whose
-    top code then falls closest to it."""
+    """Smallest bfloat16 >= x > 0, as float32 and 16 bits (int32).
+
+    Where a block holds one value only it is the nearest one: the top code then falls closest to that value.
+    """
     bits = x.clamp_min(_TINY).contiguous().view(torch.int32)
     bits = (bits + 0xFFFF - 0x7FFF * constant.to(torch.int32)) & -0x10000
     return bits.view(torch.float32), bits >> 16
 
 
-def _refuse_unless(good: Tensor, x: Tensor, name: str) -> None:
-    """Raises FormatError naming the first bad value; `good` bool [n, P, H] says which rows are fine."""
-    if bool(good.all()):
-        return
-    bad = ~good[..., None] & ~x.isfinite()
-    if not bool(bad.any()):
-        page, _, head = (int(i) for i in (~good).nonzero()[0])
-        largest = float(x[page, :, head].abs().max())
+def _refuse(good: Tensor, x: Tensor, name: str, start: int) -> NoReturn:
+    """Raise FormatError naming the first bad value; `good` bool [m, P, H] marks the fine rows from page `start` on."""
+    rows = x[start : start + len(good)]
+    bad = (~rows.isfinite()).nonzero()
+    if len(bad):
+        page, token, head, channel = (int(i) for i in bad[0])
         raise FormatError(
-            f"{name} of page {page}, head {head}: magnitude {largest:g} is beyond the range of the format; "
-            "check the model's dtype and the calibration file"
+            f"{name} of page {start + page}, token {token}, head {head}, channel {channel} is "
+            f"{float(rows[page, token, head, channel])}; only finite values can be packed (mask padding rows out "
+            "before; a float16 model may have overflowed: try bfloat16 or float32)"
         )
-    page, token, head, channel = (int(i) for i in bad.nonzero()[0])
-    value = float(x[page, token, head, channel])
+    page, _, head = (int(i) for i in (~good).nonzero()[0])
     raise FormatError(
-        f"{name} of page {page}, token {token}, head {head}, channel {channel} is {value}; only finite values can be packed "
-        "(padding rows must be masked out before, and float16 models may overflow: try bfloat16 or float32)"
+        f"{name} of page {start + page}, head {head}: magnitude {float(rows[page, :, head].abs().max()):g} is beyond "
+        "the range of the format; check the model's dtype and the calibration file"
     )

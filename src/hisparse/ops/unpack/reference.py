@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.vtq.format import SPLIT_RATIO, PageFormat
-from hisparse.vtq.stats import ChannelStats
+from hisparse.vtq.format import SPLIT_RATIO, Fields, PageFormat
+from hisparse.vtq.stats import ChannelStats, Runs, permute_channels
+
+CHUNK_VALUES = 1 << 18
 
 
 def unpack_pages(
@@ -29,81 +31,90 @@ def unpack_pages(
         shape = (fmt.heads, len(pages), fmt.tokens, fmt.head_dim)
         return k.view(shape).to(dtype).permute(1, 2, 0, 3), v.view(shape).to(dtype).permute(1, 2, 0, 3)
     assert stats is not None  # checked by the public function
-    k_offsets = (fmt.k_nibble_offset, fmt.k_extra_offset, fmt.k_scale_offset)
-    v_offsets = (fmt.v_nibble_offset, fmt.v_extra_offset, fmt.v_scale_offset)
-    k = _unpack(pages, fmt, fmt.k_bits, k_offsets, stats.k_mean, stats.k_scale, stats.runs, dtype)
-    v = _unpack(pages, fmt, fmt.v_bits, v_offsets, stats.v_mean, stats.v_scale, ((0, 0, fmt.head_dim),), dtype)
+    half = fmt.head_dim // 2
+    k = _unpack(pages, fmt, fmt.k, stats.k_mean, stats.k_scale, stats.runs, dtype)
+    v = _unpack(pages, fmt, fmt.v, stats.v_mean, stats.v_scale, ((0, 0, half), (half, half, half)), dtype)
     return k, v
 
 
-def read_scales(pages: Tensor, fmt: PageFormat, offset: int) -> tuple[Tensor, Tensor, Tensor]:
+def read_scales(pages: Tensor, fmt: PageFormat, field: Fields) -> tuple[Tensor, Tensor, Tensor]:
     """Step and zero, float32 [n, H, G], and which blocks are split, bool [n, H, G]."""
-    stored = pages[:, offset : offset + fmt.heads * fmt.groups * 4].contiguous().view(torch.bfloat16).float()
-    step, zero = stored.view(-1, fmt.heads, fmt.groups, 2).unbind(-1)
+    stored = pages[:, field.scales : field.scales + fmt.heads * fmt.groups * 4].contiguous()
+    step, zero = stored.view(torch.bfloat16).float().view(-1, fmt.heads, fmt.groups, 2).unbind(-1)
     return step.abs(), zero, step.signbit()
 
 
-def read_codes(
-    pages: Tensor, fmt: PageFormat, bits: int, nibble_offset: int, extra_offset: int, split: Tensor
-) -> Tensor:
-    """Codes uint8 [n, H, P, D] in stored channel order."""
-    n, heads, tokens, half = len(pages), fmt.heads, fmt.tokens, fmt.head_dim // 2
-    rows = heads * tokens
-    nibbles = pages[:, nibble_offset : nibble_offset + rows * half].view(n, heads, tokens, half)
-    codes = torch.empty(n, heads, tokens, 2, half, dtype=torch.uint8, device=pages.device)
-    torch.bitwise_and(nibbles, 15, out=codes[..., 0, :])
-    torch.bitwise_right_shift(nibbles, 4, out=codes[..., 1, :])
-    if bits == 4:
-        return codes.view(n, heads, tokens, fmt.head_dim)
-    width = (bits - 4) * half // 4
-    extra = pages[:, extra_offset : extra_offset + rows * width].view(n, heads, tokens, bits - 4, half // 4)
-    # bits 4..5 of the code of each pair, in place: byte i, bits 2s..2s+1 -> pair s * (D/8) + i
-    upper = torch.empty(n, heads, tokens, bits - 4, 4, half // 4, dtype=torch.uint8, device=pages.device)
-    for s, shift in enumerate((4, 2, 0)):
-        torch.bitwise_left_shift(extra, shift, out=upper[..., s, :])
-    torch.bitwise_right_shift(extra, 2, out=upper[..., 3, :])
-    upper &= 0x30
-    if bits == 6:
-        codes |= upper.view(n, heads, tokens, 2, half)
-        return codes.view(n, heads, tokens, fmt.head_dim)
-    pairs = upper.view(n, heads, tokens, half)
-    if bool(split.all()):
-        codes[..., 0, :] |= pairs
-    else:
-        shape = (n, heads, 1, fmt.groups, 1)
-        grouped = pairs.view(n, heads, tokens, fmt.groups, -1)
-        # a takes both bits where the block is split, else bit 4; b takes bit 5, moved to 4, unless split
-        mask = torch.where(split, 0x30, 0x10).to(torch.uint8).view(shape)
-        codes[..., 0, :] |= (grouped & mask).view_as(pairs)
-        mask = torch.where(split, 0, 0x10).to(torch.uint8).view(shape)
-        codes[..., 1, :] |= ((grouped >> 1) & mask).view_as(pairs)
-    return codes.view(n, heads, tokens, fmt.head_dim)
+def read_codes(pages: Tensor, fmt: PageFormat, field: Fields, split: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the two halves of the stored channels, uint8 [n, H, P, D/2] each; `split` bool [n, H, G]."""
+    n, half, eighth = len(pages), fmt.head_dim // 2, fmt.head_dim // 8
+    rows = fmt.heads * fmt.tokens
+    nibbles = pages[:, field.nibbles : field.nibbles + rows * half]
+    a, b = nibbles & 15, nibbles >> 4
+    shape = (n, fmt.heads, fmt.tokens, half)
+    if field.bits == 6:
+        extra = pages[:, field.extra : field.extra + rows * 2 * eighth].view(n, rows, 2, eighth)
+        _add_bits(a, extra[:, :, 0], (4, 2, 0, -2), 0x30)
+        _add_bits(b, extra[:, :, 1], (4, 2, 0, -2), 0x30)
+    elif field.bits == 5:
+        extra = pages[:, field.extra : field.extra + rows * eighth].view(n, rows, eighth)
+        if bool(split.all()):
+            _add_bits(a, extra, (4, 2, 0, -2), 0x30)
+        else:
+            _add_bits(a, extra, (4, 2, 0, -2), 0x10)
+            _add_bits(b, extra, (3, 1, -1, -3), 0x10)
+            if bool(split.any()):  # the upper bit of a pair is bit 4 of b, but bit 5 of a in a split block
+                grouped = (n, fmt.heads, fmt.tokens, fmt.groups, -1)
+                bit = (b & 0x10).view(grouped) * split[:, :, None, :, None]
+                a |= bit.view(n, -1) << 1
+                b ^= bit.view(n, -1)
+    return a.view(shape), b.view(shape)
+
+
+def _add_bits(codes: Tensor, extra: Tensor, shifts: tuple[int, int, int, int], mask: int) -> None:
+    """codes[pair s * (D/8) + i] |= extra[i] << shifts[s] & mask, for `codes` uint8 [n, rows * D/2], `extra` [n, rows,
+    D/8].
+
+    Works on the widest integers that divide D/8 bytes: bits that a shift carries into the next byte are masked away.
+    """
+    n, rows, eighth = extra.shape
+    dtype, size = next(
+        (t, t.itemsize) for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if eighth % t.itemsize == 0
+    )
+    words = int.from_bytes(bytes([mask] * size), "little")
+    source = extra.contiguous().view(dtype)
+    quarters = codes.view(n, rows, 4, eighth).view(dtype)
+    for s, shift in enumerate(shifts):
+        bits = source << shift if shift > 0 else source >> -shift
+        quarters[:, :, s] |= bits.bitwise_and_(words) if shift else source & words
 
 
 def _unpack(
-    pages: Tensor,
-    fmt: PageFormat,
-    bits: int,
-    offsets: tuple[int, int, int],
-    mean: Tensor,
-    scale: Tensor,
-    runs: tuple[tuple[int, int, int], ...],
-    dtype: torch.dtype,
+    pages: Tensor, fmt: PageFormat, field: Fields, mean: Tensor, scale: Tensor, runs: Runs, dtype: torch.dtype
 ) -> Tensor:
     """Values [n, P, H, D] of one tensor, over memory [H, n, P, D]."""
     n, heads, tokens, dim = len(pages), fmt.heads, fmt.tokens, fmt.head_dim
-    step, zero, split = read_scales(pages, fmt, offsets[2])
-    codes = read_codes(pages, fmt, bits, offsets[0], offsets[1], split)
-    if len(runs) > 1:
-        mean, scale = (torch.cat([x[:, c : c + w] for _, c, w in runs], 1) for x in (mean, scale))
+    half = dim // 2
+    scales = permute_channels(scale, runs).view(heads, 2, fmt.groups, -1)
+    means = permute_channels(mean, runs).view_as(scales)
+    step, zero, split = read_scales(pages, fmt, field)
     fast = torch.where(split, step * SPLIT_RATIO, step)
     steps = torch.stack((step, fast), 2)[..., None]  # [n, H, 2, G, 1]
-    grouped = scale.view(heads, 2, fmt.groups, -1)
-    gain = (steps * grouped).view(n, heads, 1, dim)
-    bias = torch.addcmul(mean.view_as(grouped), zero[:, :, None, :, None], grouped).view(n, heads, 1, dim)
-    out = torch.empty(heads, n, tokens, dim, dtype=dtype, device=pages.device).transpose(0, 1)  # [n, H, P, D]
-    for place, channel, width in runs:
-        here = slice(place, place + width)
-        values = torch.addcmul(bias[..., here], codes[..., here].float(), gain[..., here])
-        out[..., channel : channel + width] = values
-    return out.transpose(1, 2)
+    gains = (steps * scales).view(n, heads, 1, dim)
+    biases = torch.addcmul(means, zero[:, :, None, :, None], scales).view(n, heads, 1, dim)
+    out = torch.empty(heads, n, tokens, dim, dtype=dtype, device=pages.device)
+    # On CPU a chunk's codes and floats stay in the cache; on a GPU one launch for all pages is best.
+    chunk = max(n, 1) if pages.is_cuda else max(1, CHUNK_VALUES // (heads * tokens * dim))
+    for start in range(0, n, chunk):
+        here = slice(start, start + chunk)
+        codes = read_codes(pages[here], fmt, field, split[here])
+        target = out[:, here].transpose(0, 1)  # [m, H, P, D]
+        for place, channel, width in runs:
+            stored = slice(place, place + width)
+            source = codes[place // half][..., place % half : place % half + width]
+            bias, gain = biases[here, ..., stored], gains[here, ..., stored]
+            result = target[..., channel : channel + width]
+            if dtype == torch.float32:
+                torch.addcmul(bias, source, gain, out=result)
+            else:
+                result.copy_(torch.addcmul(bias, source, gain))
+    return out.permute(1, 2, 0, 3)

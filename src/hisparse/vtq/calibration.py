@@ -1,0 +1,226 @@
+"""Calibration: the channel statistics of a model, measured once on text and kept in a safetensors file.
+
+The mean of a slowly rotating key channel depends on the positions it is measured at, so windows of text are run at
+positions spread over the model's whole range (attention is relative: the text is read the same wherever it stands). The
+first tokens of a window are left out: they are sinks, whose values are unlike all others and which stay dense anyway.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hisparse.errors import FormatError, InputError, ModelError
+from hisparse.vtq.stats import ChannelStats, channel_order, floor_scales
+
+if TYPE_CHECKING:
+    from hisparse.identity import ModelIdentity
+
+FILE_VERSION = "1"
+SUFFIX = ".calibration.safetensors"
+SINKS = 4
+MAX_SPAN = 32768
+_FIELDS = ("k_mean", "k_scale", "v_mean", "v_scale")
+
+
+@dataclass
+class _Moments:
+    """Running count, mean and sum of squared deviations of [T, H, D] rows, float64 (Chan, Golub and LeVeque 1983)."""
+
+    count: int = 0
+    mean: Tensor | None = None
+    squares: Tensor | None = None
+
+    def add(self, rows: Tensor) -> None:
+        rows = rows.double()
+        count, mean = len(rows), rows.mean(0)
+        squares = (rows - mean).square().sum(0)
+        if self.mean is None or self.squares is None:
+            self.count, self.mean, self.squares = count, mean, squares
+            return
+        total, shift = self.count + count, mean - self.mean
+        self.squares = self.squares + squares + shift.square() * (self.count * count / total)
+        self.mean = self.mean + shift * (count / total)
+        self.count = total
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Mean and scale, float32 [H, D]."""
+        assert self.mean is not None  # one window has been added
+        assert self.squares is not None
+        return self.mean.float(), floor_scales((self.squares / self.count).sqrt().float())
+
+
+def window_starts(tokens: int, windows: int, length: int) -> list[int]:
+    """Starts of `windows` windows of `length` tokens, spread evenly over a text of `tokens` tokens."""
+    room = tokens - length
+    if windows == 1:
+        return [room // 2]
+    return [round(i * room / (windows - 1)) for i in range(windows)]
+
+
+@torch.inference_mode()
+def calibrate(
+    model: Any,
+    ids: Tensor,
+    windows: int = 16,
+    length: int = 1024,
+    span: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[ChannelStats]:
+    """Mean and standard deviation of post-RoPE K and of V of every layer, KV head and channel.
+
+    `ids` int64 [N]: the text's tokens. `windows` windows of `length` tokens, spread over the text, are run at positions
+    spread over `span` (the model's window, at most 32768, unless given). `progress(done, windows)` is called after
+    each. Raises InputError where the text is shorter than a window, and FormatError where the model yields inf or NaN.
+    """
+    from transformers import DynamicCache
+
+    text_config = model.config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None) or MAX_SPAN
+    span = min(limit, MAX_SPAN) if span is None else span
+    if windows < 1:
+        raise InputError(f"windows = {windows}; calibration needs one or more")
+    length = min(length, span)
+    if length <= SINKS:
+        raise InputError(f"window length = {length}; it must exceed the {SINKS} sink tokens that are left out")
+    if len(ids) < length:
+        raise InputError(
+            f"the calibration text has {len(ids)} tokens, fewer than one window of {length}; give more text "
+            "or a smaller --length"
+        )
+    offsets = window_starts(span, windows, length)
+    body, device = model.base_model, model.get_input_embeddings().weight.device
+    moments: list[tuple[_Moments, _Moments]] = []
+    for i, start in enumerate(window_starts(len(ids), windows, length)):
+        chunk = ids[start : start + length].to(device)[None]
+        # Bit-reversed pairing would do as well: text place and position must merely not grow together.
+        offset = offsets[(i * _coprime_step(windows)) % windows]
+        cache = DynamicCache(config=model.config)
+        body(
+            input_ids=chunk,
+            attention_mask=torch.ones_like(chunk),
+            position_ids=torch.arange(offset, offset + length, device=device)[None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        if not moments:
+            moments = [(_Moments(), _Moments()) for _ in cache.layers]
+        for layer, ((of_k, of_v), stored) in enumerate(zip(moments, cache.layers, strict=True)):
+            # A sliding layer holds its newest tokens only: no sinks among them.
+            skip = SINKS if stored.keys.shape[2] == length else 0
+            for name, sums, rows in (("K", of_k, stored.keys), ("V", of_v, stored.values)):
+                if not bool(rows.isfinite().all()):
+                    raise FormatError(
+                        f"{name} of layer {layer} holds inf or NaN in window {i}; load the model in bfloat16 or float32"
+                    )
+                sums.add(rows[0, :, skip:].transpose(0, 1))
+        if progress is not None:
+            progress(i + 1, windows)
+    stats = []
+    for of_k, of_v in moments:
+        (k_mean, k_scale), (v_mean, v_scale) = of_k.result(), of_v.result()
+        order = channel_order(text_config, k_mean.shape[1]).to(k_mean.device)
+        stats.append(ChannelStats(k_mean, k_scale, v_mean, v_scale, order).to("cpu"))
+    return stats
+
+
+def _coprime_step(n: int) -> int:
+    """About 0.618 n and coprime to n, so that its multiples visit every remainder in a scattered order."""
+    step = max(1, round(0.618 * n))
+    while torch.gcd(torch.tensor(step), torch.tensor(n)) != 1:
+        step += 1
+    return step
+
+
+def save_calibration(path: Path, stats: list[ChannelStats], identity: ModelIdentity, about: str) -> None:
+    """Write `stats`, one a layer, with the identity of their model and `about` (what they were measured on).
+
+    Raises InputError where the file cannot be written, FormatError where layers differ in shape.
+    """
+    if len({(s.heads, s.head_dim) for s in stats}) != 1:
+        raise FormatError("calibration: layers with different numbers of KV heads or channels cannot share a file")
+    tensors = {name: torch.stack([getattr(s, name) for s in stats]).contiguous() for name in _FIELDS}
+    tensors["order"] = torch.stack([s.order for s in stats]).to(torch.int32).contiguous()
+    metadata = {"kind": "hisparse.calibration", "version": FILE_VERSION, "about": about, **identity.to_metadata()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata)
+    except OSError as error:
+        raise InputError(f"calibration file {path}: cannot be written ({error}); choose another --output") from None
+
+
+def _read(path: Path) -> tuple[dict[str, str], Callable[[str], Tensor]]:
+    """The file's metadata, and a reader of its tensors."""
+    if not path.is_file():
+        raise ModelError(
+            f"calibration file {path}: not found; make it with `hisparse calibrate`, or leave the option out"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"calibration file {path}: damaged or not safetensors ({error}); make it anew") from None
+    if metadata.get("kind") != "hisparse.calibration":
+        raise ModelError(f"calibration file {path}: kind is {metadata.get('kind')!r}, not 'hisparse.calibration'")
+    if metadata.get("version") != FILE_VERSION:
+        raise ModelError(
+            f"calibration file {path}: version {metadata.get('version')!r}, this hisparse reads {FILE_VERSION}; "
+            "make it anew with `hisparse calibrate`"
+        )
+    missing = [name for name in (*_FIELDS, "order") if name not in tensors]
+    if missing:
+        raise ModelError(
+            f"calibration file {path}: has no {', '.join(missing)}; make it anew with `hisparse calibrate`"
+        )
+    return metadata, tensors.__getitem__
+
+
+def load_calibration(path: str | Path, identity: ModelIdentity | None) -> list[ChannelStats]:
+    """Statistics of every layer from a file that `hisparse calibrate` wrote.
+
+    Raises ModelError where the file is missing or damaged, or was made for another model than `identity` (None:
+    unchecked).
+    """
+    from hisparse.identity import ModelIdentity
+
+    path = Path(path)
+    metadata, tensor = _read(path)
+    if identity is not None:
+        ModelIdentity.from_metadata(metadata).check(identity, f"calibration file {path}")
+    fields = [tensor(name).float() for name in _FIELDS]
+    order = tensor("order").long()
+    try:
+        return [ChannelStats(*(f[i] for f in fields), order=order[i]) for i in range(len(order))]  # type: ignore[misc]
+    except (FormatError, IndexError) as error:
+        raise ModelError(
+            f"calibration file {path}: damaged ({error}); make it anew with `hisparse calibrate`"
+        ) from None
+
+
+def calibration_for(identity: ModelIdentity, path: str | Path | None = None) -> list[ChannelStats] | None:
+    """The calibration of a model: the file at `path`, else the shipped file made for this model, else None.
+
+    Raises ModelError where `path` is given but missing, damaged or of another model.
+    """
+    from hisparse.identity import ModelIdentity
+
+    if path is not None:
+        return load_calibration(path, identity)
+    folder = importlib.resources.files("hisparse") / "data"
+    if not folder.is_dir():
+        return None
+    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
+        if entry.name.endswith(SUFFIX):
+            with importlib.resources.as_file(entry) as file:
+                if ModelIdentity.from_metadata(_read(file)[0]).matches(identity):
+                    return load_calibration(file, None)
+    return None

@@ -23,15 +23,16 @@ _OTHER = np.array([1.0, 0.62, 0.2])
 _FLOAT = NDArray[np.float64]
 
 
-def draw_plan(plan: BlockPlan, importance: Tensor, path: Path | str) -> None:
+def draw_plan(plan: BlockPlan, path: Path | str, importance: Tensor, first: int = 0) -> None:
     """Write a PNG (or what the suffix of `path` says) of the plan; long sequences are wrapped in rows.
 
     Each row shows the blocks as tiles of their token length and channel width, coloured by the share of tokens kept
-    (log scale); the strip below shows the tokens' importance (grey), kept anchors (blue) and other kept tokens (orange).
+    (log scale); the strip below shows anchors (blue), other kept tokens (orange) and the importance of the rest (grey).
 
     Args:
-        importance: float [T], what the plan was made from.
         path: file to write; its directory must exist.
+        importance: float [T], what the plan was made from.
+        first: position in the text of the plan's first token, for the labels.
 
     Raises:
         InputError: importance has not T values, or the file cannot be written.
@@ -59,8 +60,8 @@ def draw_plan(plan: BlockPlan, importance: Tensor, path: Path | str) -> None:
     figure = Figure(figsize=(full[1] / scale, full[0] / scale), dpi=scale, facecolor=tuple(_PAPER))
     FigureCanvasAgg(figure)
     for row in range(rows):
-        first = row * row_tokens
-        image = _row(plan, p, first, row_tokens, height, palette)
+        at = row * row_tokens
+        image = _row(plan, p, at, row_tokens, height, palette)
         lower = full[0] - top - row * (height + _STRIP + gap) - image.shape[0]
         axes = figure.add_axes(
             (left / full[1], lower / full[0], _WIDTH / full[1], image.shape[0] / full[0]), facecolor=tuple(_PAPER)
@@ -71,7 +72,7 @@ def draw_plan(plan: BlockPlan, importance: Tensor, path: Path | str) -> None:
         axes.tick_params(colors="#b0b0b8", labelsize=10, length=3)
         for spine in axes.spines.values():
             spine.set_visible(False)
-        axes.set_ylabel(f"{first:,}", color="#e8e8ee", fontsize=13, rotation=0, labelpad=38, va="center")
+        axes.set_ylabel(f"{first + at:,}", color="#e8e8ee", fontsize=13, rotation=0, labelpad=38, va="center")
     write: dict[str, Any] = {"color": "#b0b0b8", "fontsize": 12, "va": "bottom"}
     figure.text(
         left / full[1], 1 - 44 / full[0], "Block plan: position × channel", color="#ffffff", fontsize=19, va="bottom"

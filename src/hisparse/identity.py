@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hisparse.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SAMPLES = 256
 SAME_MODEL = 0.9

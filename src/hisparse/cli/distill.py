@@ -1,0 +1,101 @@
+"""`hisparse distill`: make a TLIF for a model."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hisparse.errors import InputError
+
+
+def distill(
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write (*.tlif.safetensors).")],
+    corpus: Annotated[
+        list[Path], typer.Option("--corpus", help="Plain text files to learn from (repeat, or list them).")
+    ],
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[FILES]...", help="More corpus files.")] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="Model: default, a directory, a GGUF file or a hub id.")
+    ] = "default",
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option("--held-out", help="Texts for the scores alone (default: an eighth of the corpus)."),
+    ] = None,
+    label: Annotated[
+        str, typer.Option("--label", help="key_distinctiveness, received_attention or received_attention_mean.")
+    ] = "key_distinctiveness",
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to label.")] = 200_000,
+    chunk: Annotated[int, typer.Option("--chunk", help="Tokens the model reads at once.")] = 1024,
+    epochs: Annotated[int, typer.Option("--epochs", help="Passes over the labelled tokens.")] = 12,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the excerpts and of the training.")] = 0,
+    prefix_length: Annotated[
+        int, typer.Option("--prefix-length", help="Tokens in the window of the statistics.")
+    ] = 128,
+    device: Annotated[str, typer.Option("--device", help="Device that runs the model, such as cpu or cuda:0.")] = "cpu",
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the labels of an interrupted run.")] = False,
+) -> None:
+    """Learn from a frozen model which tokens matter, and write that as a TLIF file.
+
+    The model labels the tokens of the corpus, a network of fewer than 15 000 parameters learns the labels. An
+    interrupted run goes on where it stopped when the same command is given again.
+    """
+    from hisparse.models import load_model
+    from hisparse.tlif.distill import DistillPlan
+    from hisparse.tlif.distill import distill as run
+
+    if not output.parent.is_dir():
+        raise InputError(f"output {output}: the folder {output.parent} does not exist; create it first")
+    plan = DistillPlan(
+        corpus=(*corpus, *(more or ())),
+        held_out=tuple(held_out or ()),
+        label=label,
+        tokens=tokens,
+        chunk=chunk,
+        epochs=epochs,
+        seed=seed,
+        prefix_length=prefix_length,
+    )
+    console = Console(stderr=True)
+    loaded, tokenizer = load_model(model, device=device)
+    with _bar(console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done)
+
+        card = run(loaded, tokenizer, plan, output, _command(plan, model, output), report, restart)
+    table = Table("text", "tokens", "AUC", "mean p", *(f"share >= {at}" for at in card.scores["thresholds"].values()))
+    for name, scores in card.scores["held_out"].items():
+        shares = (f"{scores[f'share_{key}']:.1%}" for key in card.scores["thresholds"])
+        table.add_row(
+            name, f"{scores['tokens']:.0f}", f"{scores['auc']:.3f}", f"{scores['mean_importance']:.3f}", *shares
+        )
+    console.print(table)
+    console.print(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)")
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def _command(plan: object, model: str, output: Path) -> str:
+    """The command that makes this file again, without the folders of this machine."""
+    from hisparse.tlif.distill import DistillPlan
+
+    assert isinstance(plan, DistillPlan)
+    words = ["hisparse", "distill", "--model", Path(model).name]
+    for name, files in (("--corpus", plan.corpus), ("--held-out", plan.held_out)):
+        for path in files:
+            words += [name, path.name]
+    for field in ("label", "tokens", "chunk", "epochs", "seed", "prefix_length"):
+        words += [f"--{field.replace('_', '-')}", str(getattr(plan, field))]
+    return shlex.join([*words, "-o", output.name])

@@ -42,7 +42,9 @@ def expected_modes(p: NDArray[np.float32], anchors: list[int], config: BlgsConfi
     for here in range(cells):
         if mass[here] == 0:
             continue
-        rivals = [c for c in range(max(0, here - reach), min(cells, here + reach + 1)) if mass[c] > 0 and c != here]
+        rivals = [
+            c for c in range(max(0, here - 2 * reach), min(cells, here + 2 * reach + 1)) if mass[c] > 0 and c != here
+        ]
         if any((smooth[c], -c) > (smooth[here], -here) for c in rivals):
             continue
         begin = spot = here * cell + cell // 2

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from blgs_oracle import expected_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from blgs_oracle import expected_plan
 from torch import Tensor
 
 from hisparse.blgs import BlockPlan, plan_blocks, plan_fixed_blocks

@@ -148,12 +148,17 @@ def _row(plan: BlockPlan, p: _FLOAT, first: int, row_tokens: int, height: int, p
     light = 0.05 + 0.95 * light
     image[:height, :pixels] = palette(np.broadcast_to(light, shade.shape))[..., :3] * shade[..., None]
 
-    # Tokens: anchors, other kept tokens, importance of the rest as grey.
-    def most(values: NDArray[Any]) -> _FLOAT:
-        return np.maximum.reduceat(values[: first + length].astype(np.float64), edges)
+    # Tokens: grey is importance; a pixel of many tokens takes the colour of those kept by their share (square root, so
+    # that single ones show).
+    spans = np.diff(np.append(edges, first + length)).clip(min=1)
 
-    grey = np.repeat(0.08 + 0.45 * most(p)[:, None], 3, axis=1)
-    strip = np.where(most(plan.keep.numpy())[:, None] > 0, _OTHER, grey)
-    strip = np.where(most(plan.anchor.numpy())[:, None] > 0, _ANCHOR, strip)
+    def mean(values: NDArray[Any]) -> _FLOAT:
+        sums: _FLOAT = np.add.reduceat(values[: first + length].astype(np.float64), edges)
+        shares: _FLOAT = (sums / spans)[:, None]
+        return shares
+
+    anchors, kept = mean(plan.anchor.numpy()), mean(plan.keep.numpy())
+    colour = (_ANCHOR * anchors + _OTHER * (kept - anchors)) / np.maximum(kept, 1e-12)
+    strip = (0.08 + 0.45 * mean(p)) * (1 - np.sqrt(kept)) + colour * np.sqrt(kept)
     image[height + 3 :, :pixels] = strip[None]
     return image

@@ -4,7 +4,7 @@ Positions are gathered in cells of `min_block_size` tokens; everything but thres
 
 1. anchors: importance >= threshold (the strongest `keep_limit` of them, if there are more).
 2. maxima: the anchors' importance, summed per cell and smoothed with a triangular window, is largest within
-   `max_block_size` tokens on either side (two modes closer than that could not both grow a full block).
+   ``2 * max_block_size`` tokens on either side (so that a longest block finds room between two modes).
 3. modes: each maximum is refined by mean shift (Fukunaga and Hostetler 1975; Comaniciu and Meer 2002) over the anchors'
    importance, with a bandwidth of one cell plus the distance already travelled from the maximum, and put on the nearest
    anchor.
@@ -137,7 +137,7 @@ def find_modes(p: Tensor, places: Tensor, cells: int, config: BlgsConfig) -> Ten
         smooth = _box(smooth, max(1, reach // 16))
     order = torch.arange(cells - 1, -1, -1, device=p.device)
     key = torch.where(mass > 0, smooth * cells + order, -1)  # unique: the earlier of two equal cells is the maximum
-    origin = ((key >= 0) & (key == _windowed_max(key, reach))).nonzero().squeeze(1)
+    origin = ((key >= 0) & (key == _windowed_max(key, 2 * reach))).nonzero().squeeze(1)
 
     total, centre = pad(mass.cumsum(0), (1, 0)), pad(moment.cumsum(0), (1, 0))
     begin = origin * cell + cell // 2

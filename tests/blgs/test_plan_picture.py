@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -11,9 +12,11 @@ from safetensors.torch import save_file
 
 from hisparse.blgs import draw_plan, plan_blocks, plan_fixed_blocks, synthetic_importance
 from hisparse.blgs.compare import compare, tokens_fixed_blocks_need
-from hisparse.cli.plan import plan_blocks_command, read_importance
-from hisparse.config import BlgsConfig
+from hisparse.cli.plan import plan_blocks_command, read_importance, score_text
+from hisparse.config import BlgsConfig, HiSparseConfig
 from hisparse.errors import InputError
+from hisparse.identity import ModelIdentity
+from hisparse.tlif import scorer_for
 
 DEFAULT = BlgsConfig()
 
@@ -114,3 +117,22 @@ def test_command_wants_exactly_one_source(tmp_path: Path) -> None:
         plan_blocks_command()
     with pytest.raises(InputError, match="--text and --tokens given"):
         plan_blocks_command(text=tmp_path / "a.txt", tokens=5)
+
+
+@pytest.mark.real_model
+@pytest.mark.filterwarnings("ignore:no TLIF")
+def test_importance_of_a_text_is_that_of_its_tokens(default_model: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = default_model
+    text = "The lighthouse keeper wrote his code, 4417, on the wall. " * 250
+    (tmp_path / "text.txt").write_text(text)
+    settings = HiSparseConfig()
+    p, channels = score_text(tmp_path / "text.txt", "default", None, settings)
+    ids = torch.tensor(tokenizer(text).input_ids)
+    assert p.shape == ids.shape  # more than one piece
+    assert p.shape[0] > 2048
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        rows = layer.self_attn.v_proj(layer.input_layernorm(model.model.embed_tokens(ids)))
+    assert channels == rows.shape[1]
+    want, _ = scorer_for(ModelIdentity.of(model), settings.tlif).score(rows, None)
+    torch.testing.assert_close(p, want, atol=1e-5, rtol=1e-4)

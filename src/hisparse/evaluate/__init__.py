@@ -1,0 +1,1 @@
+"""Measurements of a cache against the dense one: retrieval (`needles`, `retrieval`), `fidelity` and `speed`."""

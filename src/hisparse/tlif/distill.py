@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,7 +27,7 @@ from hisparse.identity import ModelIdentity
 from hisparse.tlif.corpus import Window, draw_windows, file_hash
 from hisparse.tlif.labels import LABELS, label_window, layer0_values, remove_position_decay, tail_margin
 from hisparse.tlif.network import Tlif
-from hisparse.tlif.statistics import window_statistics
+from hisparse.tlif.statistics import network_inputs
 from hisparse.tlif.store import TlifCard, save_tlif
 from hisparse.tlif.training import Examples, score, train
 
@@ -189,7 +189,7 @@ def _examples(
     examples = []
     for index, window in enumerate(windows):
         values = layer0_values(model, window.ids.to(model.device)).cpu()
-        inputs = torch.cat((values, window_statistics(values, values[:0], plan.prefix_length)), dim=1)
+        inputs = network_inputs(values, values[:0], plan.prefix_length)
         examples.append(Examples.of_window(inputs, labels[index]))
         report("inputs", index + 1, len(windows))
     return examples
@@ -223,7 +223,7 @@ class _Checkpoint:
 
     def save(self, labels: Tensor) -> None:
         part = self.path.with_name(self.path.name + ".tmp")
-        save_file({"labels": labels}, part, metadata={"fingerprint": self.fingerprint})
+        part.write_bytes(save({"labels": labels}, metadata={"fingerprint": self.fingerprint}))
         part.replace(self.path)
 
     def remove(self) -> None:

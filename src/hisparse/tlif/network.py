@@ -1,4 +1,4 @@
-"""The TLIF network: value row and window statistics in, importance out."""
+"""The TLIF network: value rows and window statistics in, importance out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from hisparse.tlif.statistics import STATISTICS
 PARAMETER_LIMIT = 15_000  # learned parameters stay below this
 
 
+def inputs_of(features: int) -> int:
+    """Inputs of the network for value rows of `features` values: a row, the row before it, the statistics."""
+    return 2 * features + len(STATISTICS)
+
+
 def hidden_width(features: int) -> int:
     """Largest hidden width for value rows of `features` values that keeps the network under the parameter limit.
 
     A width of n spends n * (inputs + 2) + 1 parameters. Raises ModelError where not even one unit fits.
     """
-    width = (PARAMETER_LIMIT - 2) // (features + len(STATISTICS) + 2)
+    width = (PARAMETER_LIMIT - 2) // (inputs_of(features) + 2)
     if width < 1:
         raise ModelError(
             f"value rows of {features} values leave no room for a network of fewer than {PARAMETER_LIMIT} parameters; "
@@ -31,8 +36,7 @@ class Tlif(nn.Module):
     def __init__(self, features: int, hidden: int | None = None) -> None:
         super().__init__()
         self.features = features
-        inputs = features + len(STATISTICS)
-        self.first = nn.Linear(inputs, hidden_width(features) if hidden is None else hidden)
+        self.first = nn.Linear(inputs_of(features), hidden_width(features) if hidden is None else hidden)
         self.second = nn.Linear(self.first.out_features, 1)
 
     @property
@@ -40,7 +44,7 @@ class Tlif(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits float32 [N] of inputs float32 [N, features + statistics]: value row, then its window statistics."""
+        """Logits float32 [N] of inputs float32 [N, 2 * features + statistics] (see `network_inputs`)."""
         logits: Tensor = self.second(nn.functional.gelu(self.first(inputs)))
         return logits.squeeze(-1)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hisparse.errors import ModelError
 from hisparse.tlif.network import Tlif
-from hisparse.tlif.statistics import STATISTICS, window_statistics
+from hisparse.tlif.statistics import STATISTICS, previous_rows, window_statistics
 
 _SLICE = 1 << 15  # tokens scored at a time: bounds the work space on prompts of a million tokens
 _TENTH = 9  # u ** 9 of a uniform u has mean 1/10: a score without training, calibrated in the mean
@@ -92,12 +92,13 @@ class TlifScorer:
         _check(values, self.features, self.name)
         state = state or ScorerState(values[:0])
         first, first_bias, second, second_bias = self._on(values.device)
-        recent, parts = state.recent, []
+        recent, parts, width = state.recent, [], self.features
         for piece in torch.split(values, _SLICE):
-            rows = piece.float()
-            statistics = window_statistics(rows, recent.float(), self.prefix_length)
-            hidden = torch.addmm(first_bias, rows, first[:, : self.features].T)
-            hidden.addmm_(statistics, first[:, self.features :].T)
+            rows, past = piece.float(), recent.float()
+            statistics = window_statistics(rows, past, self.prefix_length)
+            hidden = torch.addmm(first_bias, rows, first[:, :width].T)
+            hidden.addmm_(previous_rows(rows, past), first[:, width : 2 * width].T)
+            hidden.addmm_(statistics, first[:, 2 * width :].T)
             logits = torch.nn.functional.linear(torch.nn.functional.gelu(hidden), second, second_bias)
             parts.append(logits.squeeze(1).sigmoid_().clamp_(_MARGIN, 1 - _MARGIN))
             recent = _advance(piece, recent, self.prefix_length)

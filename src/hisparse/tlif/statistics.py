@@ -11,7 +11,6 @@ from torch import Tensor
 
 STATISTICS = (
     "log_norm",
-    "window_fill",
     "mean_distance",
     "mean_similarity",
     "nearest_similarity",
@@ -23,6 +22,17 @@ _OUTSIDE = -2.0  # below any cosine: what lies outside a window is nobody's near
 _GROUP_VALUES = 1 << 21  # float32 values of work space at a time (8 MiB)
 
 
+def previous_rows(values: Tensor, recent: Tensor) -> Tensor:
+    """The row before each row of values [T, F], which follow recent [R, F]: [T, F], zeros before all."""
+    before = recent[-1:] if recent.shape[0] else values.new_zeros((1, values.shape[1]))
+    return torch.cat((before, values[:-1]))[: values.shape[0]]
+
+
+def network_inputs(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
+    """What the network reads, float32 [T, 2 F + statistics]: value row, the row before it, window statistics."""
+    return torch.cat((values, previous_rows(values, recent), window_statistics(values, recent, prefix)), dim=1)
+
+
 def window_statistics(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
     """Statistics of each row against the rows before it.
 
@@ -31,7 +41,6 @@ def window_statistics(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
     window's rows:
 
     - ``log_norm``: ln |x|
-    - ``window_fill``: rows in the window / prefix
     - ``mean_distance``: |u - mean(u_w)|
     - ``mean_similarity``: mean of u . u_w
     - ``nearest_similarity``: largest u . u_w, at least 0
@@ -44,6 +53,8 @@ def window_statistics(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
     if not tokens:
         return values.new_zeros((0, len(STATISTICS)))
     past = recent.shape[0]
+    if tokens == 1 and past:
+        return _single_statistics(values, recent)
     rows = torch.cat((recent, values))
     log_norm = rows.square().sum(1).clamp_min(_EPS).log().mul_(0.5)
     unit = rows * log_norm.neg().exp().unsqueeze(1)
@@ -68,6 +79,25 @@ def window_statistics(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
     return torch.cat(parts)[:tokens] if len(parts) > 1 else parts[0][:tokens]
 
 
+def _single_statistics(values: Tensor, recent: Tensor) -> Tensor:
+    """[1, statistics] of the one row of values [1, F] whose whole window is recent [R, F]: a decode step."""
+    norms = torch.cat((recent, values)).square().sum(1).clamp_min_(_EPS).sqrt_()
+    unit = recent / norms[:-1].unsqueeze(1)
+    query = values[0] / norms[-1]
+    centre = unit.mean(0)
+    similarity = unit @ query
+    logs = norms.log()
+    columns = (
+        logs[-1],
+        (query - centre).square().sum().sqrt(),
+        similarity.mean(),
+        similarity.max().clamp_min(0),
+        similarity[-1],
+        logs[-1] - logs[:-1].mean(),
+    )
+    return torch.stack(columns).unsqueeze(0)
+
+
 def _stretch_statistics(unit: Tensor, log_norm: Tensor, count: Tensor, band: Tensor, prefix: int) -> Tensor:
     """[N, statistics] of N = n * block queries; unit [prefix + N, F], log_norm [prefix + N], count [N]."""
     block, span = band.shape
@@ -81,7 +111,6 @@ def _stretch_statistics(unit: Tensor, log_norm: Tensor, count: Tensor, band: Ten
     window_norm = (log_norm.unfold(0, span, block) @ band.T).flatten() * inverse
     columns = (
         own,
-        count / prefix,
         (queries - centre).square().sum(1).sqrt(),
         (queries * centre).sum(1),
         nearest,

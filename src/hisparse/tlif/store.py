@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from hisparse.config import TlifConfig
 from hisparse.errors import ConfigError, ModelError
 from hisparse.identity import ModelIdentity
-from hisparse.tlif.network import PARAMETER_LIMIT, Tlif
+from hisparse.tlif.network import PARAMETER_LIMIT, Tlif, inputs_of
 from hisparse.tlif.scorer import NoveltyScorer, RandomScorer, Scorer, TlifScorer
 from hisparse.tlif.statistics import STATISTICS
 
@@ -59,7 +59,7 @@ def save_tlif(network: Tlif, card: TlifCard, path: Path) -> None:
     tensors = {
         name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in network.state_dict().items()
     }
-    save_file(tensors, part, metadata=card.to_metadata(network))
+    part.write_bytes(save(tensors, metadata=card.to_metadata(network)))
     part.replace(path)
 
 
@@ -126,7 +126,7 @@ def load_tlif(path: str | Path, identity: ModelIdentity | None, config: TlifConf
     if set(tensors) != expected:
         raise ModelError(f"TLIF {path}: holds tensors {sorted(tensors)}, expected {sorted(expected)}; distil it again")
     hidden = tensors["first.bias"].numel()
-    if not 0 < hidden * (features + len(STATISTICS) + 2) + 1 < PARAMETER_LIMIT:
+    if not 0 < hidden * (inputs_of(features) + 2) + 1 < PARAMETER_LIMIT:
         raise ModelError(
             f"TLIF {path}: hidden width {hidden} breaks the limit of {PARAMETER_LIMIT} parameters; distil it again"
         )

@@ -15,15 +15,16 @@ TOP = 0.1  # the share of a window's tokens that counts as important
 _BATCH = 512
 _RATE = 4e-3
 _DECAY = 0.05
-_SOFT = 0.5  # weight of the graded target beside the hard one
+_CONSTANT = 1e-6  # deviation below which an input counts as constant
+_DROPOUT = 0.2  # of the inputs: rows of rare tokens would else be learned by heart
 
 
 @dataclass(frozen=True)
 class Examples:
     """Tokens of labelled windows.
 
-    inputs [N, features + statistics] float32; targets [N] float32: 1 for the top tenth of the token's window, else 0;
-    graded [N] float32 in (0, 1): how far above or below that border the label lies.
+    inputs [N, 2 * features + statistics] float32; targets [N] float32: 1 for the top tenth of the token's window, else
+    0; graded [N] float32 in (0, 1): how far above or below that border the label lies.
     """
 
     inputs: Tensor
@@ -52,9 +53,10 @@ def train(
 ) -> Tlif:
     """A network fitted to `examples`, calibrated on `validation`, inputs unscaled.
 
-    Half of the target is the hard label (cross-entropy then estimates the probability of the top tenth), half the
-    graded one, which tells near misses from the rest and ranks better on little data. `report(step, steps)` follows the
-    progress. The global random state stays as it is; the same arguments on one machine give the same network.
+    Trained on the graded target, which tells near misses from the rest and so ranks better on little data than the
+    hard one; calibrated on the hard one, so that the output estimates the probability of the top tenth.
+    `report(step, steps)` follows the progress. The global random state stays as it is; equal arguments on one machine
+    give equal networks.
     """
     generator = torch.Generator().manual_seed(seed)
     network = Tlif(features)
@@ -63,9 +65,9 @@ def train(
         for parameter in layer.parameters():
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
     mean = examples.inputs.mean(0)
-    scale = examples.inputs.std(0).clamp_min(1e-6)
+    scale = examples.inputs.std(0)
+    scale[scale < _CONSTANT] = math.inf  # a constant input says nothing, and must not once it varies: weight 0
     inputs = (examples.inputs - mean) / scale
-    targets = torch.lerp(examples.targets, examples.graded, _SOFT)
     steps = epochs * math.ceil(len(examples) / _BATCH)
     optimiser = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, _RATE, total_steps=steps + 1)
@@ -73,7 +75,10 @@ def train(
     for _ in range(epochs):
         order = torch.randperm(len(examples), generator=generator)
         for batch in torch.split(order, _BATCH):
-            loss = nn.functional.binary_cross_entropy_with_logits(network(inputs[batch]), targets[batch])
+            rows = inputs[batch]
+            kept = torch.rand(rows.shape, generator=generator) >= _DROPOUT
+            logits = network(rows * kept / (1 - _DROPOUT))
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, examples.graded[batch])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()

@@ -30,21 +30,21 @@ def calibrate(
     from hisparse.identity import ModelIdentity
     from hisparse.models import load_model
     from hisparse.vtq.calibration import calibrate as measure
-    from hisparse.vtq.calibration import save_calibration
+    from hisparse.vtq.calibration import sample_windows, save_calibration
 
     if output.suffix != ".safetensors":
         raise InputError(f"output {output}: the name must end in .safetensors, as in {output.stem}.safetensors")
     texts = [read_text(path) for path in corpus]
     network, tokenizer = load_model(model)
-    ids = tokenizer("\n\n".join(texts), return_tensors="pt", add_special_tokens=False, verbose=False)["input_ids"][0]
+    pieces = sample_windows(tokenizer, texts, windows, length)
     console = Console(stderr=True)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("windows", total=windows)
-        stats = measure(network, ids, windows, length, span, lambda done, _: bar.update(task, completed=done))
+        stats = measure(network, pieces, span, lambda done, _: bar.update(task, completed=done))
     names = ", ".join(path.name for path in corpus)
     save_calibration(output, stats, ModelIdentity.of(network), f"{windows} windows of {length} tokens of {names}")
     first = stats[0]
     console.print(
         f"{output}: {len(stats)} layers x {first.heads} KV heads x {first.head_dim} channels, "
-        f"{windows} windows of {min(length, len(ids))} tokens, {output.stat().st_size} bytes"
+        f"{windows} windows of {length} tokens, {output.stat().st_size} bytes"
     )

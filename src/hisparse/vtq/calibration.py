@@ -8,7 +8,8 @@ first tokens of a window are left out: they are sinks, whose values are unlike a
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,51 +59,68 @@ class _Moments:
         return self.mean.float(), floor_scales((self.squares / self.count).sqrt().float())
 
 
-def window_starts(tokens: int, windows: int, length: int) -> list[int]:
-    """Starts of `windows` windows of `length` tokens, spread evenly over a text of `tokens` tokens."""
-    room = tokens - length
-    if windows == 1:
-        return [room // 2]
-    return [round(i * room / (windows - 1)) for i in range(windows)]
+def spread(room: int, count: int) -> list[int]:
+    """`count` whole numbers spread evenly over 0 .. room; the middle for one."""
+    return [room // 2] if count == 1 else [round(i * room / (count - 1)) for i in range(count)]
+
+
+def sample_windows(tokenizer: Any, texts: Sequence[str], windows: int, length: int) -> list[Tensor]:
+    """`windows` pieces of `length` tokens, int64 [length], spread evenly over each text; texts get equal shares.
+
+    Only the pieces are tokenised, so a text may be large. Raises InputError where there are more texts than windows, or
+    a text has too few tokens.
+    """
+    if not 1 <= len(texts) <= windows:
+        raise InputError(f"{len(texts)} texts for {windows} windows; give at least one text, and a window for each")
+    pieces = []
+    for i, text in enumerate(texts):
+        share = windows // len(texts) + (i < windows % len(texts))
+        width = 8 * length  # characters: few texts need as many a token, and the rare one below is read on
+        for start in spread(max(len(text) - width, 0), share):
+            ids: list[int] = []
+            while len(ids) < length:
+                ids = tokenizer.encode(text[start : start + width], add_special_tokens=False, verbose=False)
+                if len(ids) < length and width >= len(text):
+                    raise InputError(
+                        f"text {i + 1} has {len(ids)} tokens, fewer than one window of {length}; "
+                        "give a longer text or a smaller --length"
+                    )
+                start, width = (start, width) if len(ids) >= length else (0, 2 * width)
+            pieces.append(torch.tensor(ids[:length]))
+    return pieces
 
 
 @torch.inference_mode()
 def calibrate(
-    model: Any,
-    ids: Tensor,
-    windows: int = 16,
-    length: int = 1024,
-    span: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    model: Any, windows: Sequence[Tensor], span: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[ChannelStats]:
     """Mean and standard deviation of post-RoPE K and of V of every layer, KV head and channel.
 
-    `ids` int64 [N]: the text's tokens. `windows` windows of `length` tokens, spread over the text, are run at positions
-    spread over `span` (the model's window, at most 32768, unless given). `progress(done, windows)` is called after
-    each. Raises InputError where the text is shorter than a window, and FormatError where the model yields inf or NaN.
+    `windows`: pieces of text, int64 [length] each, longer than the sinks. They are run at positions spread over `span`
+    (the model's window, at most 32768, unless given). `progress(done, all)` is called after each. Raises InputError for
+    no window, or one that is too short or too long for `span`, and FormatError where the model yields inf or NaN.
     """
     from transformers import DynamicCache
 
     text_config = model.config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None) or MAX_SPAN
     span = min(limit, MAX_SPAN) if span is None else span
-    if windows < 1:
-        raise InputError(f"windows = {windows}; calibration needs one or more")
-    length = min(length, span)
-    if length <= SINKS:
-        raise InputError(f"window length = {length}; it must exceed the {SINKS} sink tokens that are left out")
-    if len(ids) < length:
-        raise InputError(
-            f"the calibration text has {len(ids)} tokens, fewer than one window of {length}; give more text "
-            "or a smaller --length"
-        )
-    offsets = window_starts(span, windows, length)
+    if not windows:
+        raise InputError("no windows of text; calibration needs one or more")
+    for ids in windows:
+        if not SINKS < len(ids) <= span:
+            raise InputError(
+                f"a window has {len(ids)} tokens; calibration takes {SINKS + 1} to {span}, the positions they are "
+                "spread over: choose --length and --span accordingly"
+            )
     body, device = model.base_model, model.get_input_embeddings().weight.device
     moments: list[tuple[_Moments, _Moments]] = []
-    for i, start in enumerate(window_starts(len(ids), windows, length)):
-        chunk = ids[start : start + length].to(device)[None]
-        # Bit-reversed pairing would do as well: text place and position must merely not grow together.
-        offset = offsets[(i * _coprime_step(windows)) % windows]
+    step = _coprime_step(len(windows))
+    for i, ids in enumerate(windows):
+        length = len(ids)
+        # Scattered, so that the place in the text and the position do not grow together.
+        offset = spread(span - length, len(windows))[i * step % len(windows)]
+        chunk = ids.to(device)[None]
         cache = DynamicCache(config=model.config)
         body(
             input_ids=chunk,
@@ -123,7 +141,7 @@ def calibrate(
                     )
                 sums.add(rows[0, :, skip:].transpose(0, 1))
         if progress is not None:
-            progress(i + 1, windows)
+            progress(i + 1, len(windows))
     stats = []
     for of_k, of_v in moments:
         (k_mean, k_scale), (v_mean, v_scale) = of_k.result(), of_v.result()
@@ -135,7 +153,7 @@ def calibrate(
 def _coprime_step(n: int) -> int:
     """About 0.618 n and coprime to n, so that its multiples visit every remainder in a scattered order."""
     step = max(1, round(0.618 * n))
-    while torch.gcd(torch.tensor(step), torch.tensor(n)) != 1:
+    while math.gcd(step, n) != 1:
         step += 1
     return step
 

@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "plan-blocks": ("plan", "plan_blocks_command", "Plan the blocks of a text without running a model's attention."),
     "bench-quant-error": ("quant_error", "bench_quant_error", "Show the quantisation error by block, worst first."),
+    "bench": ("bench", "bench_app", "Measure quality and speed beside the dense cache."),
     "distill": ("distill", "distill", "Train a TLIF for a model by self-distillation."),
     "calibrate": ("calibrate", "calibrate", "Measure a model's channel statistics for quantisation."),
 }
@@ -58,6 +59,10 @@ class LazyGroup(typer.core.TyperGroup):
 def load_command(name: str) -> Any:
     """Import a command's module and build its parser."""
     function = getattr(importlib.import_module(_module(name)), COMMANDS[name][1])
+    if isinstance(function, typer.Typer):  # a group of commands
+        group = typer.main.get_command(function)
+        group.name = name
+        return group
     single = typer.Typer(add_completion=False)
     single.command(name, help=function.__doc__ or COMMANDS[name][2])(function)
     return typer.main.get_command(single)
@@ -97,8 +102,7 @@ def run(arguments: list[str] | None = None) -> None:
     except HiSparseError as error:
         sys.exit(_fail(str(error)))
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = 130
     except BrokenPipeError:  # the reader of our output has gone: `hisparse ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
@@ -108,6 +112,8 @@ def run(arguments: list[str] | None = None) -> None:
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "hisparse")
         sys.exit(_fail(f"{error.format_message().rstrip('.')}; see `{command} --help`"))
+    if code == 130:  # typer turns Ctrl-C into this, click into Abort
+        print("interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
 
 

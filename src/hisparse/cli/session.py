@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -319,6 +318,8 @@ def open_model(name: str, device: str | None, dtype: str | None) -> tuple[Any, A
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--device {where}: {reason}; use cpu, or cuda where PyTorch finds a GPU") from None
+    if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
+        raise InputError(f"--dtype {dtype}: unknown; use float32, bfloat16, float16 or auto")
     model, tokenizer = load_model(name, dtype or ("float32" if target.type == "cpu" else "auto"), target)
     model.set_attn_implementation("hisparse")
     return model, tokenizer
@@ -331,12 +332,58 @@ def open_config(path: Path | None) -> HiSparseConfig:
     return HiSparseConfig() if path is None else HiSparseConfig.load(path)
 
 
-def with_status(text: str, work: Callable[[], Any], quiet: bool = False) -> Any:
-    """Run `work` under a spinner on stderr."""
-    from rich.console import Console
+def open_cache(
+    model: Any,
+    config: HiSparseConfig,
+    tlif: Path | None = None,
+    calibration: Path | None = None,
+    keep_plans: bool = False,
+) -> HiSparseCache:
+    """An empty cache for one run. Raises InputError where a named companion file does not exist."""
+    from hisparse.integrations.transformers import HiSparseCache
 
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        return work()
-    with console.status(text):
-        return work()
+    for option, path in (("--tlif", tlif), ("--calibration", calibration)):
+        if path is not None and not path.is_file():
+            raise InputError(f"{option} {path}: no such file; leave the option out to use what ships with HiSparse")
+    return HiSparseCache(model, config, tlif=tlif, calibration=calibration, keep_plans=keep_plans)
+
+
+def complete(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    config: HiSparseConfig,
+    max_new_tokens: int,
+    *,
+    tlif: Path | None = None,
+    calibration: Path | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    chunk: int | None = None,
+    compare: bool = False,
+    stream: bool = False,
+    keep_plans: bool = False,
+) -> Result:
+    """One whole run in a cache of its own; with `stream` the text goes to stdout as it comes, progress to stderr."""
+    import torch
+    from rich.console import Console
+    from transformers import TextStreamer
+
+    cache = open_cache(model, config, tlif, calibration, keep_plans)
+    torch.manual_seed(seed)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+    result = generate(
+        model,
+        tokenizer,
+        prompt,
+        cache,
+        max_new_tokens,
+        temperature=temperature,
+        chunk=chunk or config.prefill.chunk,
+        keep_logits=compare,
+        streamer=streamer,
+    )
+    if compare:
+        with Console(stderr=True).status("The same with the dense cache ..."):
+            result.dense = compare_dense(model, tokenizer, result, max_new_tokens)
+    return result

@@ -22,7 +22,7 @@ def unpack_pages(
         size = fmt.heads * fmt.tokens * fmt.head_dim * fmt.raw_dtype.itemsize
         k, v = (
             pages[:, offset : offset + size]
-            .view(len(pages), fmt.heads, -1)
+            .view(len(pages), fmt.heads, size // fmt.heads)
             .transpose(0, 1)
             .contiguous()
             .view(fmt.raw_dtype)

@@ -78,6 +78,8 @@ def _resolve(name: str) -> tuple[str, str, bool]:
     if name == DEFAULT_MODEL:
         ready = conversion_directory(Path(_MEMBER), _SHA256)  # spares the checksum of 93 MB at every start
         return str(ready if ready.is_dir() else converted(default_gguf())), "the default model", True
+    if not name.strip():
+        raise ModelError("the model's name is empty; leave --model out for the default model")
     path = Path(name).expanduser()
     what = f"model {name}"
     if path.is_dir():
@@ -90,7 +92,7 @@ def _resolve(name: str) -> tuple[str, str, bool]:
         return str(converted(path)), what, True
     if path.is_file():
         raise ModelError(f"{what}: not a .gguf file; give one, or the directory that holds the model's config.json")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name.strip():
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"{what}: no such directory; give a directory, a GGUF file or a hub id, or leave --model out")
     return name, what, False
 

@@ -147,6 +147,7 @@ def test_a_window_without_room_is_refused(tokens, decoded):
         fidelity(tiny_llama(), [window(tokens)], [DenseCaches()], decoded)
 
 
+@pytest.mark.filterwarnings("ignore:no calibration")
 def test_a_fork_does_not_touch_its_origin():
     model = tiny_llama()
     for factory in (DenseCaches(), HiSparseCaches(HiSparseConfig(tlif={"scorer": "novelty"}))):
@@ -180,3 +181,17 @@ def test_the_environment_is_plain_data():
     assert found["gpu"] is None
     assert found["torch"] == torch.__version__
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.real_model
+def test_the_default_model_finds_needles_on_either_cache(default_model):
+    model, tokenizer = default_model
+    before = model.config._attn_implementation
+    contexts = build_contexts(tokenizer, TEXT, "single", 500, 2)
+    try:
+        dense, ours = retrieve(model, tokenizer, contexts, [DenseCaches(), HiSparseCaches()])
+    finally:
+        model.set_attn_implementation(before)
+    assert dense.correct == 2, dense.answers
+    assert ours.correct == 2, ours.answers
+    assert all(report["tokens"]["set_aside"] > 0 for report in ours.reports)

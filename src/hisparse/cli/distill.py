@@ -51,6 +51,11 @@ def distill(
 
     if not output.parent.is_dir():
         raise InputError(f"output {output}: the folder {output.parent} does not exist; create it first")
+    if more and held_out:  # a shell's `--held-out *.txt` would else have held-out texts learned from
+        raise InputError(
+            f"{more[0]}: it is unclear whether this is to learn from or held out; name each file with its own "
+            "--corpus or --held-out"
+        )
     plan = DistillPlan(
         corpus=(*corpus, *(more or ())),
         held_out=tuple(held_out or ()),

@@ -55,6 +55,11 @@ class Scorer(Protocol):
         ...
 
 
+def _no_rows(values: Tensor) -> Tensor:
+    """An empty tensor of the width of values [T, F]; a slice of `values` would keep all of it alive."""
+    return values.new_empty((0, *values.shape[1:]))
+
+
 def _advance(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
     """The last `prefix` rows of recent [R, F] followed by values [T, F], without a hold on a longer tensor."""
     if values.shape[0] >= prefix:
@@ -90,7 +95,7 @@ class TlifScorer:
     @torch.no_grad()
     def score(self, values: Tensor, state: ScorerState | None) -> tuple[Tensor, ScorerState]:
         _check(values, self.features, self.name)
-        state = state or ScorerState(values[:0])
+        state = state or ScorerState(_no_rows(values))
         first, first_bias, second, second_bias = self._on(values.device)
         recent, parts, width = state.recent, [], self.features
         for piece in torch.split(values, _SLICE):
@@ -120,7 +125,7 @@ class NoveltyScorer:
 
     @torch.no_grad()
     def score(self, values: Tensor, state: ScorerState | None) -> tuple[Tensor, ScorerState]:
-        state = state or ScorerState(values[:0], trail=values.new_zeros(0, dtype=torch.float32))
+        state = state or ScorerState(_no_rows(values), trail=values.new_zeros(0, dtype=torch.float32))
         _check(values, state.recent.shape[1], self.name)
         recent, trail, parts = state.recent, state.trail, []
         if trail is None:
@@ -135,6 +140,8 @@ class NoveltyScorer:
 
     def _rank(self, distances: Tensor, trail: Tensor) -> Tensor:
         """Importance float32 [T] of distances [T] that follow the distances trail [R <= prefix]."""
+        if not distances.shape[0]:
+            return distances
         front = self.prefix_length - trail.shape[0]
         padded = torch.nn.functional.pad(torch.cat((trail, distances)), (front, 0))[:-1]
         real = torch.nn.functional.pad(padded.new_ones(trail.shape[0] + distances.shape[0]), (front, 0))[:-1]
@@ -158,7 +165,7 @@ class RandomScorer:
 
     @torch.no_grad()
     def score(self, values: Tensor, state: ScorerState | None) -> tuple[Tensor, ScorerState]:
-        state = state or ScorerState(values[:0])
+        state = state or ScorerState(_no_rows(values))
         _check(values, state.recent.shape[1], self.name)
         positions = torch.arange(state.seen, state.seen + values.shape[0], device=values.device)
         importance = _hash(positions, self.seed).pow(_TENTH).clamp(_MARGIN, 1 - _MARGIN)

@@ -54,13 +54,21 @@ class TlifCard:
 
 
 def save_tlif(network: Tlif, card: TlifCard, path: Path) -> None:
-    """Write `network` (float32) and `card` to `path`; the file appears whole or not at all."""
+    """Write `network` (float32) and `card` to `path`: whole or not at all, and the same bytes for the same content."""
     part = path.with_name(path.name + ".tmp")
     tensors = {
         name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in network.state_dict().items()
     }
-    part.write_bytes(save(tensors, metadata=card.to_metadata(network)))
+    part.write_bytes(_ordered(save(tensors, metadata=card.to_metadata(network))))
     part.replace(path)
+
+
+def _ordered(data: bytes) -> bytes:
+    """A safetensors file with its header in order: the library writes metadata in an order of chance."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # the data that follow stay 8-byte aligned
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -59,7 +59,8 @@ def train(
     give equal networks.
     """
     generator = torch.Generator().manual_seed(seed)
-    network = Tlif(features)
+    with torch.random.fork_rng(devices=[]):  # Linear draws from the global generator, for naught
+        network = Tlif(features)
     for layer in (network.first, network.second):
         bound = 1 / math.sqrt(layer.in_features)
         for parameter in layer.parameters():

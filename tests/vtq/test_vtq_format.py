@@ -103,7 +103,7 @@ def test_damaged_text_is_refused(change: dict[str, object], message: str) -> Non
 
 def test_text_of_something_else_is_refused() -> None:
     for text in ("", "[]", "{}", "null"):
-        with pytest.raises(FormatError, match="PageFormat.to_json"):
+        with pytest.raises(FormatError, match=r"PageFormat\.to_json"):
             PageFormat.from_json(text)
     with pytest.raises(FormatError, match="holds no pages"):
         PageFormat.from_metadata({"format": "pt"})

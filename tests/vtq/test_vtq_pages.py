@@ -1,4 +1,4 @@
-"""Pages: every bit pattern reads as described, every value lies within half a step, the same values give the same bytes."""
+"""Pages: every bit pattern reads as described, values lie within half a step, the same values give the same bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from vtq_oracle import Decoded, decode
 
 from hisparse.errors import FormatError
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.unpack import unpack_pages
 from hisparse.vtq import ChannelStats, PageFormat, estimate_stats
-
-from vtq_oracle import Decoded, decode
 
 SHAPES = [
     (8, 3, 64, 64),
@@ -155,8 +154,8 @@ def test_round_trip_of_any_shape_size_and_dtype(
 def test_packing_what_was_unpacked_gives_the_same_bytes(
     seed: int, bits: tuple[int, int], split: str, group: int
 ) -> None:
-    # True where a block uses its lowest and its highest code (then min and max give zero and step back) and zero and step
-    # are close enough in size for zero + code * step to be exact in float32.
+    # True where a block uses its lowest and its highest code (then min and max give zero and step back) and zero and
+    # step are close enough in size for zero + code * step to be exact in float32.
     fmt = PageFormat(3, 2, 32, *bits, group)
     make = torch.Generator().manual_seed(seed)
     pages = torch.zeros(2, fmt.page_bytes, dtype=torch.uint8)
@@ -166,7 +165,6 @@ def test_packing_what_was_unpacked_gives_the_same_bytes(
         step = (torch.rand(2, blocks, generator=make) + 0.5).bfloat16()
         zero = (torch.rand(2, blocks, generator=make) * 8 - 9).bfloat16()
         if split == "rope" and field is fmt.k and field.bits == 5:
-            # exact too: the fast step is the slow one's float32 multiple, but its sum is rounded; keep to codes 0 and 15
             step = -step
         pages[:, field.scales : field.scales + blocks * 4] = torch.stack([step, zero], -1).view(2, -1).view(torch.uint8)
         for start, size in ((field.nibbles, rows * 16), (field.extra, rows * 4 * (field.bits - 4))):

@@ -1,4 +1,4 @@
-"""Channel statistics, the RoPE order (against what the models really rotate), the peak test, and the choice of a twin."""
+"""Channel statistics, the RoPE order (against what models really rotate), the peak test, and the choice of a twin."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_bad_statistics_are_refused() -> None:
     good = ChannelStats.identity(2, 8)
     with pytest.raises(FormatError, match="k_mean has shape"):
         ChannelStats(good.k_mean[0], good.k_scale, good.v_mean, good.v_scale, good.order)
-    with pytest.raises(FormatError, match="v_scale is torch.float64"):
+    with pytest.raises(FormatError, match=r"v_scale is torch\.float64"):
         ChannelStats(good.k_mean, good.k_scale, good.v_mean, good.v_scale.double(), good.order)
     with pytest.raises(FormatError, match="scale <= 0"):
         ChannelStats(good.k_mean, good.k_scale * 0, good.v_mean, good.v_scale, good.order)

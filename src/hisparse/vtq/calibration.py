@@ -184,7 +184,8 @@ def _read(path: Path) -> tuple[dict[str, str], Callable[[str], Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            # copied: a view of the mapped file would turn into a crash when the file is written again
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
         raise ModelError(f"calibration file {path}: damaged or not safetensors ({error}); make it anew") from None
     if metadata.get("kind") != "hisparse.calibration":

@@ -1,7 +1,7 @@
 """Speed of packing, of the peak test and of unpacking on this machine: ``python -m hisparse.vtq.benchmark``.
 
-One thread; the processor time of that thread (wall time on a GPU), so that other processes disturb it little. The copy of
-the unpacked tensors, measured in the same run, says how far unpacking is from merely moving its result.
+One thread; the processor time of that thread (wall time on a GPU), so that other processes disturb it little. The copy
+of the unpacked tensors, measured in the same run, says how far unpacking is from merely moving its result.
 """
 
 from __future__ import annotations
@@ -44,6 +44,30 @@ def milliseconds(run: Callable[[], object], device: torch.device, repeats: int =
     return sorted(times)[repeats // 2] * 1e3
 
 
+def measure(
+    heads: int, dim: int, tokens: int, pages: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Milliseconds to pack by rule, to unpack and to copy `pages` pages; microseconds a block of the peak test."""
+    fmt = PageFormat.vtq(VtqConfig(), heads, dim, tokens)
+    make = torch.Generator(device).manual_seed(0)
+    k, v = torch.randn(2, pages, tokens, heads, dim, generator=make, device=device).to(dtype)
+    quarter = torch.arange(dim) // (dim // 4)
+    order = torch.argsort((quarter % 2 == 0).long(), stable=True)  # a half-split model's
+    stats = ChannelStats.identity(heads, dim, order).to(device)
+    packed = pack_pages(k, v, stats, fmt)
+    blocks = torch.randn(pages * heads * fmt.groups, tokens * fmt.group, generator=make, device=device)
+    unpack = milliseconds(lambda: unpack_pages(packed, stats, fmt, dtype), device)
+    return {
+        "rope": milliseconds(lambda: pack_pages(k, v, stats, fmt, "rope"), device),
+        "never": milliseconds(lambda: pack_pages(k, v, stats, fmt, "never"), device),
+        "peaks": milliseconds(lambda: pack_pages(k, v, stats, fmt, "peaks"), device),
+        "test": milliseconds(lambda: peak_separation(blocks), device) * 1e3 / len(blocks),
+        "unpack": unpack,
+        "value": unpack * 1e6 / (2 * k.numel()),
+        "copy": milliseconds(lambda: (k.clone(), v.clone()), device),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of packing and unpacking.")
     parser.add_argument("--device", default="cpu")
@@ -51,28 +75,14 @@ def main() -> None:
     arguments = parser.parse_args()
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     torch.set_num_threads(1)
-    print(
-        "heads x dim  tokens  pages | pack, ms: rope  never  peaks | peak test, us a block | unpack, ms  ns a value | copy, ms"
-    )
+    print("                           |             pack, ms       | peak test |    unpack      |  copy")
+    print("heads x dim  tokens  pages |     rope    never    peaks  | us/block  |   ms  ns/value  |   ms")
     for heads, dim, tokens, pages in SHAPES:
-        fmt = PageFormat.vtq(VtqConfig(), heads, dim, tokens)
-        make = torch.Generator(device).manual_seed(0)
-        k, v = torch.randn(2, pages, tokens, heads, dim, generator=make, device=device).to(dtype)
-        quarter = torch.arange(dim) // (dim // 4)
-        order = torch.argsort((quarter % 2 == 0).long(), stable=True)  # a half-split model's
-        stats = ChannelStats.identity(heads, dim, order).to(device)
-        packed = pack_pages(k, v, stats, fmt)
-        blocks = torch.randn(pages * heads * fmt.groups, tokens * fmt.group, generator=make, device=device)
-        rope, never, peaks = (
-            milliseconds(lambda rule=rule: pack_pages(k, v, stats, fmt, rule), device)  # type: ignore[misc]
-            for rule in ("rope", "never", "peaks")
-        )
-        test = milliseconds(lambda: peak_separation(blocks), device) * 1e3 / len(blocks)  # noqa: B023 - run at once
-        unpack = milliseconds(lambda: unpack_pages(packed, stats, fmt, dtype), device)  # noqa: B023
-        copy = milliseconds(lambda: (k.clone(), v.clone()), device)  # noqa: B023
+        numbers = measure(heads, dim, tokens, pages, device, dtype)
         print(
-            f"{heads:5d} x {dim:3d}  {tokens:6d}  {pages:5d} | {rope:14.2f} {never:6.2f} {peaks:6.2f} | {test:21.2f} | "
-            f"{unpack:10.2f}  {unpack * 1e6 / (2 * k.numel()):10.2f} | {copy:8.2f}"
+            f"{heads:5d} x {dim:3d}  {tokens:6d}  {pages:5d} | {numbers['rope']:8.2f} {numbers['never']:8.2f} "
+            f"{numbers['peaks']:8.2f}  | {numbers['test']:8.2f}  | {numbers['unpack']:6.2f}  {numbers['value']:6.2f} | "
+            f"{numbers['copy']:6.2f}"
         )
 
 

@@ -5,12 +5,15 @@ x = (zero + code * step) * scale + mean = code * (step * scale) + (zero * scale 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from hisparse.vtq.format import SPLIT_RATIO, Fields, PageFormat
 from hisparse.vtq.stats import ChannelStats, Runs, permute_channels
 
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 CHUNK_VALUES = 1 << 18
 
 
@@ -77,10 +80,8 @@ def _add_bits(codes: Tensor, extra: Tensor, shifts: tuple[int, int, int, int], m
     Works on the widest integers that divide D/8 bytes: bits that a shift carries into the next byte are masked away.
     """
     n, rows, eighth = extra.shape
-    dtype, size = next(
-        (t, t.itemsize) for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if eighth % t.itemsize == 0
-    )
-    words = int.from_bytes(bytes([mask] * size), "little")
+    dtype = next(t for t in _WORDS if eighth % t.itemsize == 0)
+    words = int.from_bytes(bytes([mask] * dtype.itemsize), "little")
     source = extra.contiguous().view(dtype)
     quarters = codes.view(n, rows, 4, eighth).view(dtype)
     for s, shift in enumerate(shifts):
@@ -93,28 +94,41 @@ def _unpack(
 ) -> Tensor:
     """Values [n, P, H, D] of one tensor, over memory [H, n, P, D]."""
     n, heads, tokens, dim = len(pages), fmt.heads, fmt.tokens, fmt.head_dim
-    half = dim // 2
     scales = permute_channels(scale, runs).view(heads, 2, fmt.groups, -1)
     means = permute_channels(mean, runs).view_as(scales)
     step, zero, split = read_scales(pages, fmt, field)
     fast = torch.where(split, step * SPLIT_RATIO, step)
     steps = torch.stack((step, fast), 2)[..., None]  # [n, H, 2, G, 1]
-    gains = (steps * scales).view(n, heads, 1, dim)
-    biases = torch.addcmul(means, zero[:, :, None, :, None], scales).view(n, heads, 1, dim)
+    by_channel = sorted(runs, key=lambda run: run[1])
+    gains, biases = (
+        torch.cat([x.view(n, heads, 1, dim)[..., place : place + width] for place, _, width in by_channel], -1)
+        for x in (steps * scales, torch.addcmul(means, zero[:, :, None, :, None], scales))
+    )
     out = torch.empty(heads, n, tokens, dim, dtype=dtype, device=pages.device)
     # On CPU a chunk's codes and floats stay in the cache; on a GPU one launch for all pages is best.
     chunk = max(n, 1) if pages.is_cuda else max(1, CHUNK_VALUES // (heads * tokens * dim))
     for start in range(0, n, chunk):
         here = slice(start, start + chunk)
-        codes = read_codes(pages[here], fmt, field, split[here])
+        codes = _in_channel_order(*read_codes(pages[here], fmt, field, split[here]), runs)
         target = out[:, here].transpose(0, 1)  # [m, H, P, D]
-        for place, channel, width in runs:
-            stored = slice(place, place + width)
-            source = codes[place // half][..., place % half : place % half + width]
-            bias, gain = biases[here, ..., stored], gains[here, ..., stored]
-            result = target[..., channel : channel + width]
-            if dtype == torch.float32:
-                torch.addcmul(bias, source, gain, out=result)
-            else:
-                result.copy_(torch.addcmul(bias, source, gain))
+        if dtype == torch.float32:
+            torch.addcmul(biases[here], codes, gains[here], out=target)
+        else:
+            target.copy_(torch.addcmul(biases[here], codes, gains[here]))
     return out.permute(1, 2, 0, 3)
+
+
+def _in_channel_order(a: Tensor, b: Tensor, runs: Runs) -> Tensor:
+    """The codes uint8 [n, H, P, D] of the halves `a` and `b` [n, H, P, D/2] of the stored channels.
+
+    Bytes are moved as the widest integers that divide every run: copying eight bytes costs no more than copying one.
+    """
+    half = a.shape[-1]
+    word = math.gcd(half, *(number for run in runs for number in run))
+    dtype = next(t for t in _WORDS if word % t.itemsize == 0)
+    out = torch.empty(*a.shape[:-1], 2 * half, dtype=torch.uint8, device=a.device)
+    halves, target = (a.view(dtype), b.view(dtype)), out.view(dtype)
+    for place, channel, width in runs:
+        first, to, length = (number // dtype.itemsize for number in (place % half, channel, width))
+        target[..., to : to + length] = halves[place // half][..., first : first + length]
+    return out

@@ -68,10 +68,10 @@ class Lookup:
         if input_ids.shape[1] > 1:
             self.prefilled += input_ids.shape[1]
         text = self.tokenizer.decode(past_key_values)
-        begun = re.search(r"<\|assistant\|>The special magic number for (\w+) is(.*)$", text, re.S)
+        begun = re.search(r"<\|assistant\|>(\w+) =(.*)$", text, re.S)
         letter = "?"
         if begun:
-            facts = re.findall(rf"magic number for {begun[1]} is (\d+)\.", text)
+            facts = re.findall(rf"Note this: {begun[1]} = (\d+)\.", text)
             letter = (f" {facts[0]}" if facts else " unknown").ljust(40, "\n")[len(begun[2])]
         logits = torch.zeros(1, 1, 257)
         logits[0, 0, self.tokenizer(letter).input_ids[0]] = 1

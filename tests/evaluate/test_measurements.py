@@ -36,7 +36,7 @@ def test_a_perfect_reader_finds_every_needle_and_a_forgetful_one_those_it_kept(k
     assert dense.correct == len(dense.answers) == (4 if kind == "single" else 12)
     intro = len("<|user|>Read the following text. Some facts are hidden in it; remember them.\n\n")
     kept = [
-        intro + context.document.index(f"The special magic number for {needle.key}") + len("The special ") >= forget
+        intro + context.document.index(f"Note this: {needle.key} =") >= forget
         for context in contexts
         for needle in context.needles
     ]
@@ -67,7 +67,7 @@ def test_questions_on_a_context_share_its_prefill():
     ],
 )
 def test_an_answer_counts_only_digit_for_digit(text, correct):
-    assert Answer(0, "Paris", 0.5, "12345", text).correct is correct
+    assert Answer(0, "Alice", 0.5, "12345", text).correct is correct
 
 
 def test_answers_to_different_questions_are_not_compared():

@@ -114,7 +114,7 @@ def test_contexts_hold_each_fact_once_in_order_and_fit(kind, tokens, count, need
     longest = max(len(line) for line in sentences(TEXT)) + 1
     for context in contexts:
         assert len(context.needles) == (1 if kind == "single" else needles)
-        stated = re.findall(r"The special magic number for (\w+) is (\d{5})\.", context.document)
+        stated = re.findall(r"Note this: (\w+) = (\d{5})\.", context.document)
         assert stated == [(needle.key, needle.value) for needle in context.needles]
         assert context.tokens == len(TOKENIZER(context.document).input_ids)
         assert tokens - longest - 2 <= context.tokens <= tokens
@@ -155,14 +155,14 @@ def test_the_documents_part_does_not_depend_on_the_question(template):
     tokenizer = TOKENIZER if template else byte_tokenizer(None)
     blind, nothing = prompt_parts(tokenizer, "A document.")
     assert nothing == []
-    for key in ("Paris", "Oslo"):
+    for key in ("Alice", "Simon"):
         document, question = prompt_parts(tokenizer, "A document.", key)
         assert document == blind
         assert tokenizer.decode(document).endswith("A document.")
-        assert tokenizer.decode(question).endswith(f"The special magic number for {key} is")
+        assert tokenizer.decode(question).endswith(f"{key} =")
         assert WORDING.question.format(key=key) in tokenizer.decode(question)
 
 
 def test_a_template_that_hides_the_users_text_is_refused():
     with pytest.raises(InputError, match="chat template"):
-        prompt_parts(byte_tokenizer("constant"), "A document.", "Paris")
+        prompt_parts(byte_tokenizer("constant"), "A document.", "Alice")

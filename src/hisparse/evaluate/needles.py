@@ -33,15 +33,17 @@ class Wording:
     primer: str
 
 
+# Chosen on the default model's dense cache alone, at 2 000 tokens with 4 keys: of seven wordings this one scored highest
+# (12 of 16; the next ones 20 of 32 and 10 of 16, so by chance perhaps). The key stands right before its value.
 WORDING = Wording(
     intro="Read the following text. Some facts are hidden in it; remember them.\n\n",
     keys=(
-        *("Paris", "London", "Berlin", "Madrid", "Rome", "Vienna", "Lisbon", "Dublin", "Oslo", "Athens"),
-        *("Warsaw", "Prague", "Cairo", "Tokyo", "Delhi", "Moscow", "Boston", "Chicago", "Denver", "Seattle"),
+        *("Alice", "Bob", "Carol", "David", "Emily", "Frank", "Grace", "Henry", "Irene", "Jack"),
+        *("Karen", "Louis", "Maria", "Nathan", "Olivia", "Peter", "Rachel", "Simon", "Teresa", "Victor"),
     ),
-    fact="The special magic number for {key} is {value}.",
-    question="What is the special magic number for {key} mentioned in the text above?",
-    primer="The special magic number for {key} is",
+    fact="Note this: {key} = {value}.",
+    question="What does {key} equal?",
+    primer="{key} =",
 )
 
 

@@ -32,7 +32,7 @@ def distill(
     ] = "key_distinctiveness",
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to label.")] = 200_000,
     chunk: Annotated[int, typer.Option("--chunk", help="Tokens the model reads at once.")] = 1024,
-    epochs: Annotated[int, typer.Option("--epochs", help="Passes over the labelled tokens.")] = 12,
+    epochs: Annotated[int, typer.Option("--epochs", help="Passes over the labelled tokens.")] = 6,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the excerpts and of the training.")] = 0,
     prefix_length: Annotated[
         int, typer.Option("--prefix-length", help="Tokens in the window of the statistics.")

@@ -46,7 +46,7 @@ class DistillPlan:
     label: str = "key_distinctiveness"
     tokens: int = 200_000
     chunk: int = 1024
-    epochs: int = 12
+    epochs: int = 6
     seed: int = 0
     prefix_length: int = 128
 

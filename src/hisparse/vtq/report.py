@@ -246,10 +246,9 @@ def _divergence(
     def change(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         new_k, new_v, _, _ = _packed(k, v, stats[layer], rule, config, pages)
         end = SINKS + pages * config.page_size
-        return (
-            torch.cat([x[:SINKS].float(), new.reshape(-1, *x.shape[1:]), x[end:].float()])
-            for x, new in ((k, new_k), (v, new_v))
-        )  # type: ignore[return-value]
+        k = torch.cat([k[:SINKS].float(), new_k.reshape(-1, *k.shape[1:]), k[end:].float()])
+        v = torch.cat([v[:SINKS].float(), new_v.reshape(-1, *v.shape[1:]), v[end:].float()])
+        return k, v
 
     with watching(model, Probe(change=change, change_from=start)):
         logits = model(input_ids=chunk, use_cache=False, logits_to_keep=TAIL).logits[0].float().log_softmax(-1)

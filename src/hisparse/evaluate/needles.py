@@ -33,8 +33,8 @@ class Wording:
     primer: str
 
 
-# Chosen on the default model's dense cache alone, at 2 000 tokens with 4 keys: of seven wordings this one scored highest
-# (12 of 16; the next ones 20 of 32 and 10 of 16, so by chance perhaps). The key stands right before its value.
+# Chosen on the default model's dense cache alone, at 2 000 tokens with 4 keys: of seven wordings this one scored
+# highest (12 of 16; the next ones 20 of 32 and 10 of 16, so by chance perhaps). The key stands right before its value.
 WORDING = Wording(
     intro="Read the following text. Some facts are hidden in it; remember them.\n\n",
     keys=(

@@ -98,9 +98,11 @@ def _resolve(name: str) -> tuple[str, str, bool]:
 
 
 def _from_pretrained(source: str, what: str, local: bool, dtype: torch.dtype | str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
+        if not local:
+            AutoConfig.from_pretrained(source)  # a hub that is not there shows here, after one round of retries
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
         model = AutoModelForCausalLM.from_pretrained(source, local_files_only=local, dtype=dtype)
     except Exception as error:  # hub, network, parser and weight errors have no common base

@@ -178,6 +178,27 @@ class TestCommand:
         assert isinstance(result.exception, HiSparseError)
         assert "2.txt" in str(result.exception)
 
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--device", "potato"), "'potato': unknown"),
+            (("--chunk", 5000), "5000: the model default has 1024 positions"),
+            (("--corpus", "nowhere.txt"), "nowhere.txt: no such file"),
+            (("--output", "."), "is a folder"),
+        ],
+    )
+    def test_bad_options_are_refused(
+        self, call: Any, texts: list[Path], tmp_path: Path, words: tuple[Any, ...], message: str
+    ) -> None:
+        result = call("--corpus", texts[0], "-o", tmp_path / "out", *words)
+        assert isinstance(result.exception, InputError)
+        assert message in str(result.exception)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+    def test_a_missing_gpu_is_refused(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
+        result = call("--corpus", texts[0], "-o", tmp_path / "out", "--device", "cuda")
+        assert "has no CUDA" in str(result.exception)
+
     def test_a_missing_folder_is_refused_before_the_work(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
         result = call("--corpus", texts[0], "-o", tmp_path / "none" / "out")
         assert isinstance(result.exception, InputError)

@@ -45,12 +45,18 @@ def distill(
     The model labels the tokens of the corpus, a network of fewer than 15 000 parameters learns the labels. An
     interrupted run goes on where it stopped when the same command is given again.
     """
-    from hisparse.models import load_model
+    from hisparse.models import context_window, load_model
     from hisparse.tlif.distill import DistillPlan
     from hisparse.tlif.distill import distill as run
 
     if not output.parent.is_dir():
         raise InputError(f"output {output}: the folder {output.parent} does not exist; create it first")
+    if output.is_dir():
+        raise InputError(f"output {output}: is a folder; give the name of a file in it")
+    for path in (*corpus, *(more or ()), *(held_out or ())):
+        if not path.is_file():  # said at once rather than after loading a model
+            raise InputError(f"corpus {path}: no such file; give the path of a text file")
+    _check_device(device)
     if more and held_out:  # a shell's `--held-out *.txt` would else have held-out texts learned from
         raise InputError(
             f"{more[0]}: it is unclear whether this is to learn from or held out; name each file with its own "
@@ -68,6 +74,9 @@ def distill(
     )
     console = Console(stderr=True)
     loaded, tokenizer = load_model(model, device=device)
+    window = context_window(loaded)
+    if window is not None and chunk > window:
+        raise InputError(f"chunk = {chunk}: the model {model} has {window} positions; give --chunk {window} or less")
     with _bar(console) as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -85,6 +94,17 @@ def distill(
         )
     console.print(table)
     console.print(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)")
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise InputError(f"device {name!r}: unknown; give cpu, cuda or cuda:N") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device {name!r}: this machine or this PyTorch has no CUDA; give cpu")
 
 
 def _bar(console: Console) -> Progress:

@@ -154,10 +154,9 @@ class LayerStore:
 
     def _scores(self, q: Tensor, ids: Tensor, scaling: float) -> Tensor:
         assert self.stats is not None
-        geometry, bits = self.geometry, self.geometry.config.selection.sketch_bits
-        shape = (len(ids), self.row_format.tokens, geometry.heads)
-        codes = self.sketch_codes.read(ids, self.device).view(*shape, geometry.head_dim * bits // 8)
-        scales = self.sketch_scales.read(ids, self.device).view(shape)
+        geometry = self.geometry
+        codes = self.sketch_codes.read(ids, self.device).view(len(ids), self.row_format.tokens, -1)
+        scales = self.sketch_scales.read(ids, self.device).view(len(ids), self.row_format.tokens, geometry.heads)
         return score_sketch(q, codes, scales, self.stats, scaling)
 
     def _select(self, q: Tensor, ids: Tensor, wanted: int, scaling: float) -> Tensor:
@@ -165,8 +164,12 @@ class LayerStore:
 
     # -- commit ----------------------------------------------------------------------------------------------------
 
-    def commit(self, k: Tensor, v: Tensor, row: int, batch: int, before: int, commit: Commit) -> None:
-        """Take a chunk's k, v [H, T, D] in: fill slots, pack what is complete, free its slots. `before`: slots in use."""
+    def commit(self, q: Tensor, k: Tensor, v: Tensor, row: int, batch: int, before: int, commit: Commit) -> None:
+        """Take a chunk's k, v [H, T, D] in: fill slots, pack what is complete, free its slots.
+
+        `before`: slots in use. q [Hq, T, D]: the chunk's queries, which statistics are estimated from where there is no
+        calibration.
+        """
         if self.dense_k.shape[0] != batch:
             shape = (batch, *self.dense_k.shape[1:])
             self.dense_k = torch.empty(shape, dtype=k.dtype, device=self.device)
@@ -178,7 +181,9 @@ class LayerStore:
         source_k = torch.cat([self.dense_k[row, :, :before], k], dim=1)
         source_v = torch.cat([self.dense_v[row, :, :before], v], dim=1)
         if self.stats is None:
-            self.stats = estimate_stats(source_k.transpose(0, 1), source_v.transpose(0, 1), self.order)
+            self.stats = estimate_stats(
+                source_k.transpose(0, 1), source_v.transpose(0, 1), self.order, q.transpose(0, 1)
+            )
         if len(commit.page_ids):
             self.kept.ensure(self.page_ids.capacity)
             index = torch.from_numpy(commit.page_index).to(self.device)
@@ -218,9 +223,3 @@ class LayerStore:
 
     def host_bytes(self) -> int:
         return 0 if self.geometry.config.selection.rows == "device" else self.rows.nbytes
-
-    @property
-    def stats_bytes(self) -> int:
-        """Bytes of the channel statistics: they belong to the model, not to a context."""
-        s = self.stats
-        return 0 if s is None else s.k_mean.nbytes + s.k_scale.nbytes + s.v_mean.nbytes + s.v_scale.nbytes + s.order.nbytes

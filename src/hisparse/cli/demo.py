@@ -23,7 +23,7 @@ ANSWER = "58213"
 class _Size:
     """Tokens of the two parts."""
 
-    continued: int = 7500
+    continued: int = 7525
     searched: int = 2000
     new: int = 64
     answer: int = 24
@@ -51,15 +51,16 @@ def demo(
     config = session.open_config(None)
     lengths = _Size(1500, 1000, 32) if quick else _Size()
 
-    console.rule(f"1. {lengths.continued} tokens of Hamlet, continued")
     text = books.opening(book, tokenizer, lengths.continued)
     prompt = session.build_prompt(tokenizer, text, None, model.device)
+    console.rule(f"1. {prompt.length} tokens of Hamlet, continued")
+    console.print("...", *text.rstrip().splitlines()[-6:], sep="\n", style="dim", markup=False)
     first = session.complete(model, tokenizer, prompt, config, lengths.new, compare=True, stream=True, keep_plans=True)
     _report(console, first)
     picture = out / "demo-plan.png"
     inspect.draw(first.cache, picture)
 
-    console.rule(f"2. A fact hidden in {lengths.searched} tokens of it, asked for afterwards")
+    console.rule(f"2. A fact hidden in about {lengths.searched} tokens of it, asked for afterwards")
     second, found = _find_fact(model, tokenizer, book, config, lengths)
     _report(console, second)
     console.print(f"hidden: {FACT}")

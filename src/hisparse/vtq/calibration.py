@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.resources
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +21,73 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hisparse.errors import FormatError, InputError, ModelError
-from hisparse.vtq.stats import ChannelStats, channel_order, floor_scales
+from hisparse.vtq.basis import sketch_basis
+from hisparse.vtq.stats import ChannelStats, channel_order, floor_scales, group_queries
 
 if TYPE_CHECKING:
     from hisparse.identity import ModelIdentity
 
-FILE_VERSION = "1"
+FILE_VERSION = "2"
 SUFFIX = ".calibration.safetensors"
 SINKS = 4
 MAX_SPAN = 32768
 _FIELDS = ("k_mean", "k_scale", "v_mean", "v_scale")
+_RECORDER = "hisparse_calibration"
+
+
+@dataclass
+class _SecondMoments:
+    """Sums of outer products of keys and of queries of one layer, float64 [H, D, D]."""
+
+    tokens: int = 0
+    queries: int = 0
+    of_keys: Tensor | None = None
+    of_queries: Tensor | None = None
+
+    def add(self, q: Tensor, k: Tensor) -> None:
+        """q [Hq, T, D], k [H, T, D], without the sinks."""
+        k, q = k.double(), group_queries(q.double(), k.shape[0])
+        keys, queries = k.mT @ k, q.mT @ q
+        self.of_keys = keys if self.of_keys is None else self.of_keys + keys
+        self.of_queries = queries if self.of_queries is None else self.of_queries + queries
+        self.tokens, self.queries = self.tokens + k.shape[1], self.queries + q.shape[1]
+
+    def basis(self, k_mean: Tensor) -> Tensor | None:
+        """The sketch basis; None where the layer's attention was never seen."""
+        if self.of_keys is None or self.of_queries is None:
+            return None
+        mean = k_mean.double()
+        covariance = self.of_keys / self.tokens - mean[:, :, None] * mean[:, None, :]
+        # Rounded as the file will hold it: the queries' basis is the inverse of what is stored.
+        return sketch_basis(covariance, self.of_queries / self.queries).half().float()
+
+
+class _Recorder:
+    """Records queries and keys on their way into attention, under an attention name of its own."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, _SecondMoments] = {}
+
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        moments = self.layers.setdefault(module.layer_idx, _SecondMoments())
+        moments.add(query[0, :, SINKS:], key[0, :, SINKS:])
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    @contextmanager
+    def installed(self, model: Any) -> Iterator[None]:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        before = model.config._attn_implementation
+        AttentionInterface.register(_RECORDER, self.attention)
+        AttentionMaskInterface.register(_RECORDER, sdpa_mask)
+        model.set_attn_implementation(_RECORDER)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
 
 
 @dataclass
@@ -100,8 +158,6 @@ def calibrate(
     (the model's window, at most 32768, unless given). `progress(done, all)` is called after each. Raises InputError for
     no window, or one that is too short or too long for `span`, and FormatError where the model yields inf or NaN.
     """
-    from transformers import DynamicCache
-
     text_config = model.config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None) or MAX_SPAN
     span = min(limit, MAX_SPAN) if span is None else span
@@ -113,6 +169,21 @@ def calibrate(
                 f"a window has {len(ids)} tokens; calibration takes {SINKS + 1} to {span}, the positions they are "
                 "spread over: choose --length and --span accordingly"
             )
+    recorder = _Recorder()
+    with recorder.installed(model):
+        return _measure(model, windows, span, progress, recorder)
+
+
+def _measure(
+    model: Any,
+    windows: Sequence[Tensor],
+    span: int,
+    progress: Callable[[int, int], None] | None,
+    recorder: _Recorder,
+) -> list[ChannelStats]:
+    from transformers import DynamicCache
+
+    text_config = model.config.get_text_config()
     body, device = model.base_model, model.get_input_embeddings().weight.device
     moments: list[tuple[_Moments, _Moments]] = []
     step = _coprime_step(len(windows))
@@ -143,10 +214,11 @@ def calibrate(
         if progress is not None:
             progress(i + 1, len(windows))
     stats = []
-    for of_k, of_v in moments:
+    for layer, (of_k, of_v) in enumerate(moments):
         (k_mean, k_scale), (v_mean, v_scale) = of_k.result(), of_v.result()
         order = channel_order(text_config, k_mean.shape[1]).to(k_mean.device)
-        stats.append(ChannelStats(k_mean, k_scale, v_mean, v_scale, order).to("cpu"))
+        basis = recorder.layers[layer].basis(k_mean) if layer in recorder.layers else None
+        stats.append(ChannelStats(k_mean, k_scale, v_mean, v_scale, order, basis).to("cpu"))
     return stats
 
 
@@ -166,6 +238,9 @@ def save_calibration(path: Path, stats: list[ChannelStats], identity: ModelIdent
     if len({(s.heads, s.head_dim) for s in stats}) != 1:
         raise FormatError("calibration: layers with different numbers of KV heads or channels cannot share a file")
     tensors = {name: torch.stack([getattr(s, name) for s in stats]).contiguous() for name in _FIELDS}
+    bases = [s.key_basis for s in stats]
+    if all(basis is not None for basis in bases):
+        tensors["key_basis"] = torch.stack([basis.half() for basis in bases if basis is not None]).contiguous()
     tensors["order"] = torch.stack([s.order for s in stats]).to(torch.int32).contiguous()
     metadata = {"kind": "hisparse.calibration", "version": FILE_VERSION, "about": about, **identity.to_metadata()}
     try:
@@ -195,7 +270,7 @@ def _read(path: Path) -> tuple[dict[str, str], Callable[[str], Tensor]]:
             f"calibration file {path}: version {metadata.get('version')!r}, this hisparse reads {FILE_VERSION}; "
             "make it anew with `hisparse calibrate`"
         )
-    missing = [name for name in (*_FIELDS, "order") if name not in tensors]
+    missing = [name for name in (*_FIELDS, "order", "key_basis") if name not in tensors]
     if missing:
         raise ModelError(
             f"calibration file {path}: has no {', '.join(missing)}; make it anew with `hisparse calibrate`"
@@ -217,8 +292,11 @@ def load_calibration(path: str | Path, identity: ModelIdentity | None) -> list[C
         ModelIdentity.from_metadata(metadata).check(identity, f"calibration file {path}")
     fields = [tensor(name).float() for name in _FIELDS]
     order = tensor("order").long()
+    basis = tensor("key_basis")
     try:
-        return [ChannelStats(*(f[i] for f in fields), order=order[i]) for i in range(len(order))]  # type: ignore[misc]
+        return [
+            ChannelStats(*(f[i] for f in fields), order=order[i], key_basis=basis[i].float()) for i in range(len(order))
+        ]
     except (FormatError, IndexError) as error:
         raise ModelError(
             f"calibration file {path}: damaged ({error}); make it anew with `hisparse calibrate`"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import FormatError
+from hisparse.vtq.basis import sketch_basis
 
 SCALE_FLOOR = 0.01
 """Smallest channel scale, as a fraction of the root mean square of the scales of its head: a channel that hardly moved
@@ -41,7 +42,8 @@ class ChannelStats:
     """Statistics of one layer: mean and scale of post-RoPE K and of V, float32 [H, D], and `order`, int64 [D].
 
     ``order[i]`` is the channel stored at place i of K: its first D/2 entries are the channels that RoPE rotates
-    slowest. V keeps its order. Raises FormatError for shapes that differ, a scale that is not positive, or an order
+    slowest. V keeps its order. `key_basis`, float32 [H, D, D], is the basis of the sketches (see
+    :mod:`hisparse.vtq.basis`); None takes the normalised channels as they are. Raises FormatError for shapes that differ, a scale that is not positive, or an order
     that is not a permutation.
     """
 
@@ -50,6 +52,7 @@ class ChannelStats:
     v_mean: Tensor
     v_scale: Tensor
     order: Tensor
+    key_basis: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(self.k_mean.shape)
@@ -63,6 +66,13 @@ class ChannelStats:
                 )
             if not bool(value.isfinite().all()) or (name.endswith("scale") and not bool((value > 0).all())):
                 raise FormatError(f"channel statistics: {name} holds inf, NaN or a scale <= 0; calibrate again")
+        if self.key_basis is not None and (
+            tuple(self.key_basis.shape) != (*shape, shape[1]) or not bool(self.key_basis.isfinite().all())
+        ):
+            raise FormatError(
+                f"channel statistics: key_basis is {list(self.key_basis.shape)} or holds inf or NaN; it must be finite "
+                f"{[*shape, shape[1]]}"
+            )
         if self.order.tolist() != self.order.long().tolist() or sorted(self.order.tolist()) != list(range(shape[1])):
             raise FormatError(f"channel statistics: order is not a permutation of the {shape[1]} channels")
 
@@ -81,6 +91,22 @@ class ChannelStats:
         return self.k_mean.shape[1]
 
     @cached_property
+    def sketch_basis(self) -> Tensor:
+        """float32 [H, D, D]: ``(k - k_mean) @ sketch_basis`` are the coordinates of a sketch, most important first."""
+        return torch.diag_embed(self.k_scale.reciprocal()) if self.key_basis is None else self.key_basis
+
+    @cached_property
+    def query_basis(self) -> Tensor:
+        """float32 [H, D, D]: ``q @ query_basis`` are a query's coordinates; their products with the keys' are scores."""
+        return torch.linalg.inv(self.sketch_basis.double()).mT.float().contiguous()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all statistics: they belong to the model, not to a context."""
+        tensors = (self.k_mean, self.k_scale, self.v_mean, self.v_scale, self.order, self.key_basis)
+        return sum(t.nbytes for t in tensors if t is not None)
+
+    @cached_property
     def runs(self) -> Runs:
         """`order` as runs of adjacent channels, none across the middle: a few copies of slices replace a gather."""
         runs: list[tuple[int, int, int]] = []
@@ -95,8 +121,9 @@ class ChannelStats:
         """The same statistics on `device`; self where they are there already."""
         if self.k_mean.device == torch.device(device):
             return self
-        k_mean, k_scale = self.k_mean.to(device), self.k_scale.to(device)
-        return ChannelStats(k_mean, k_scale, self.v_mean.to(device), self.v_scale.to(device), self.order.to(device))
+        here = (self.k_mean, self.k_scale, self.v_mean, self.v_scale, self.order)
+        basis = None if self.key_basis is None else self.key_basis.to(device)
+        return ChannelStats(*(tensor.to(device) for tensor in here), key_basis=basis)
 
 
 def channel_order(config: Any, head_dim: int | None = None) -> Tensor:
@@ -140,11 +167,11 @@ def floor_scales(scale: Tensor) -> Tensor:
     return torch.where(floored > 1e-20, floored, torch.ones_like(floored))
 
 
-def estimate_stats(k: Tensor, v: Tensor, order: Tensor) -> ChannelStats:
+def estimate_stats(k: Tensor, v: Tensor, order: Tensor, q: Tensor | None = None) -> ChannelStats:
     """Statistics from the tokens at hand, for models without a calibration file.
 
-    `k` (post-RoPE) and `v` are [..., H, D] of any float dtype; all leading dimensions are averaged over. Raises
-    FormatError where they hold inf or NaN, or no token.
+    `k` (post-RoPE) and `v` are [..., H, D] of any float dtype, `q` the queries [..., Hq, D] where they are known; all
+    leading dimensions are averaged over. Raises FormatError where K or V hold inf or NaN, or no token.
     """
     moments: list[Tensor] = []
     for name, x in (("K", k), ("V", v)):
@@ -156,4 +183,16 @@ def estimate_stats(k: Tensor, v: Tensor, order: Tensor) -> ChannelStats:
             )
         moments += [rows.mean(0), floor_scales(rows.std(0, correction=0))]
     k_mean, k_scale, v_mean, v_scale = moments
-    return ChannelStats(k_mean, k_scale, v_mean, v_scale, order.to(k.device))
+    centred = (k.detach().reshape(-1, *k.shape[-2:]).float() - k_mean).double().transpose(0, 1)  # [H, T, D]
+    moment = torch.eye(k.shape[-1], dtype=torch.float64, device=k.device).expand(k.shape[-2], -1, -1)
+    if q is not None:
+        grouped = group_queries(q.detach().reshape(-1, *q.shape[-2:]).double().transpose(0, 1), k.shape[-2])
+        # Fewer queries than channels say nothing about most directions; then all count alike.
+        moment = grouped.mT @ grouped / grouped.shape[1] if grouped.shape[1] >= k.shape[-1] else moment
+    basis = sketch_basis(centred.mT @ centred / centred.shape[1], moment)
+    return ChannelStats(k_mean, k_scale, v_mean, v_scale, order.to(k.device), basis)
+
+
+def group_queries(q: Tensor, kv_heads: int) -> Tensor:
+    """Queries [Hq, T, D] by the KV head that they read: [H, Hq / H * T, D]."""
+    return q.reshape(kv_heads, -1, q.shape[-1])

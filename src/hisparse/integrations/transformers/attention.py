@@ -63,11 +63,18 @@ def hisparse_mask(
     return attention_mask
 
 
-def _mask_4d(mask: Tensor | None, chunk: int, total: int) -> Tensor | None:
-    """The bool [B, 1, T, N] form of a 2-D padding mask, causal; rows that see nothing see everything (and are discarded)."""
-    if mask is None or mask.ndim == 4:
+def _mask_4d(mask: Tensor | None, chunk: int, total: int, device: torch.device) -> Tensor | None:
+    """The bool [B, 1, T, N] form of what `hisparse_mask` returned; rows that see nothing see everything (and are discarded).
+
+    None stays None where sdpa's own causal flag means the same: it aligns the diagonal to the upper left.
+    """
+    if mask is not None and mask.ndim == 4:
         return mask
-    causal = torch.ones(chunk, total, dtype=torch.bool, device=mask.device).tril_(total - chunk)
+    if mask is None and chunk in (1, total):
+        return None
+    causal = torch.ones(chunk, total, dtype=torch.bool, device=device).tril_(total - chunk)
+    if mask is None:
+        return causal[None, None]
     full = causal[None, None] & mask[:, None, None, -total:].bool()
     return full | ~full.any(-1, keepdim=True)
 
@@ -88,7 +95,7 @@ def hisparse_attention(
     """
     layer: HiSparseLayer | None = getattr(key, HANDLE, None)
     if layer is None:
-        mask = _mask_4d(attention_mask, query.shape[2], key.shape[2])
+        mask = _mask_4d(attention_mask, query.shape[2], key.shape[2], query.device)
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )

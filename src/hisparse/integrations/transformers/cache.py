@@ -146,8 +146,8 @@ class HiSparseLayer(CacheLayerMixin):
         out = self._attend(store, query, key, value, scaling)
         for row, commit in enumerate(shared.commits):
             if commit is not None:
-                k, v = only(key[row], shared.columns[row]), only(value[row], shared.columns[row])
-                store.commit(k, v, row, batch, shared.views[row].slots, commit)
+                q, k, v = (only(x[row], shared.columns[row]) for x in (query, key, value))
+                store.commit(q, k, v, row, batch, shared.views[row].slots, commit)
         return out.transpose(1, 2).contiguous()
 
     def _attend(self, store: LayerStore, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -324,7 +324,7 @@ class HiSparseCache(Cache):
             dense_bytes=total * self.geometry.dense_token_bytes,
             gpu_bytes=sum(device.values()),
             host_bytes=sum(store.host_bytes() for store in stores),
-            model_bytes=sum(w.nbytes for w in weights) + sum(store.stats_bytes for store in stores),
+            model_bytes=sum(w.nbytes for w in weights) + sum(store.stats.nbytes for store in stores if store.stats),
             device=device,
             tokens={
                 "total": total,

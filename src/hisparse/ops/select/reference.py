@@ -6,7 +6,6 @@ from torch import Tensor
 
 
 def select_rows(scores: Tensor, row_size: int, count: int) -> Tensor:
-    shares = scores.softmax(-1)
-    rows = shares.view(*scores.shape[:-1], -1, row_size).sum(-1)  # [Hq, T, n]
-    worth = rows.flatten(0, -2).amax(0)
+    rows = scores.softmax(-1).unflatten(-1, (-1, row_size)).sum(-1)  # [Hq, T, n]
+    worth = rows.sqrt_().sum(0).amax(0)
     return worth.topk(min(count, worth.shape[0]), sorted=False).indices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,28 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_sizes_for_people(count: int, text: str) -> None:
     assert command.size(count) == text
+
+
+@pytest.mark.parametrize(("option", "kind"), [("--tlif", "tlif"), ("--calibration", "calibration")])
+def test_a_file_of_another_model_is_refused(
+    cli: Any, tiny_directory: Path, text_file: Path, option: str, kind: str
+) -> None:
+    shipped = sorted(files("hisparse").joinpath("data").glob(f"*.{kind}.safetensors"))  # type: ignore[attr-defined]
+    assert shipped, "the default model's files ship with the package"
+    code, _, err = cli("generate", "-m", tiny_directory, "-f", text_file, option, shipped[0])
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: ")
+    assert "576" in err  # both models' hidden sizes are named
+    assert "64" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("option", ["--tlif", "--calibration"])
+def test_a_damaged_companion_file_is_refused(
+    cli: Any, tmp_path: Path, tiny_directory: Path, text_file: Path, option: str
+) -> None:
+    path = write(tmp_path / "bad.safetensors", b'\x10\0\0\0\0\0\0\0{"a"')
+    code, _, err = cli("generate", "-m", tiny_directory, "-f", text_file, option, path)
+    assert code == 2
+    assert "bad.safetensors" in err
+    assert "Traceback" not in err

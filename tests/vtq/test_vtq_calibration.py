@@ -20,6 +20,7 @@ from hisparse.errors import FormatError, InputError, ModelError
 from hisparse.identity import ModelIdentity
 from hisparse.vtq import ChannelStats, channel_order, estimate_stats
 from hisparse.vtq.calibration import (
+    FILE_VERSION,
     SINKS,
     _coprime_step,
     calibrate,
@@ -146,13 +147,13 @@ def test_damaged_files_are_refused(llama: Any, windows: list[torch.Tensor], tmp_
         load_calibration(path, identity)
     save_calibration(path, calibrate(llama, windows[:1]), identity, "a test")
     data = path.read_bytes()
-    metadata = {"kind": "hisparse.calibration", "version": "1", **identity.to_metadata()}
+    metadata = {"kind": "hisparse.calibration", "version": FILE_VERSION, **identity.to_metadata()}
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}  # not views of a file written below
     for content, message in (
         (data[: len(data) // 2], "damaged or not safetensors"),
         (b"", "damaged or not safetensors"),
         ((tensors, {**metadata, "kind": "x"}), "kind is 'x'"),
-        ((tensors, {**metadata, "version": "7"}), "version '7', this hisparse reads 1"),
+        ((tensors, {**metadata, "version": "7"}), "version '7', this hisparse reads 2"),
         (({k: t for k, t in tensors.items() if k != "v_mean"}, metadata), "has no v_mean"),
         (({**tensors, "k_scale": -tensors["k_scale"]}, metadata), "scale <= 0"),
         (({**tensors, "v_mean": tensors["v_mean"][:1]}, metadata), "damaged"),

@@ -30,8 +30,8 @@ def _words(p_row, c_group, n_group, PAD: tl.constexpr):
 
 @triton.jit
 def _read(p_nibble, p_extra, split, i_group, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-          MODE: tl.constexpr, SIMD: tl.constexpr):  # fmt: skip
-    """Codes of one channel group: four float16 tiles [tokens, GP]. p_nibble, p_extra: int16 pointers [tokens] to the
+          MODE: tl.constexpr, SIMD: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
+    """Codes of one channel group: four float16 tiles [tokens, GP], or [GP, tokens] if TURNED. p_nibble, p_extra: int16 pointers [tokens] to the
     token's planes; split: bool [tokens], used in mixed mode."""
     WORDS: tl.constexpr = GROUP // 4
     GP: tl.constexpr = max(16, triton.next_power_of_2(WORDS))
@@ -39,18 +39,25 @@ def _read(p_nibble, p_extra, split, i_group, D: tl.constexpr, BITS: tl.constexpr
     c = tl.arange(0, GP)
     at = i_group * WORDS + c
     w = _words(p_nibble, at, (i_group + 1) * WORDS, GP != WORDS)
+    if TURNED:
+        w = tl.trans(w)
     if BITS == 4:
         return codes(w, w, w, w, w, BITS, MODE, SIMD)
     at_extra = at % EIGHTH
-    turn = (4 - 2 * (at // EIGHTH)).to(tl.int16)[None, :]
-    xa = rotate(_words(p_extra, at_extra, EIGHTH, False), turn, SIMD)
+    turn = (4 - 2 * (at // EIGHTH)).to(tl.int16)
+    turn = turn[:, None] if TURNED else turn[None, :]
+    xa = _words(p_extra, at_extra, EIGHTH, False)
+    xa = rotate(tl.trans(xa) if TURNED else xa, turn, SIMD)
     if BITS == 6:
-        xb = rotate(_words(p_extra + EIGHTH, at_extra, EIGHTH, False), turn, SIMD)
+        xb = _words(p_extra + EIGHTH, at_extra, EIGHTH, False)
+        xb = rotate(tl.trans(xb) if TURNED else xb, turn, SIMD)
         return codes(w, xa, xb, w, w, BITS, MODE, SIMD)
     if MODE == 2:
-        keep_a = tl.where(split, 0x30, 0x10).to(tl.int16)[:, None]
-        keep_b = tl.where(split, 0, 0x100).to(tl.int16)[:, None]
-        return codes(w, xa, xa, keep_a, keep_b, BITS, MODE, SIMD)
+        keep_a = tl.where(split, 0x30, 0x10).to(tl.int16)
+        keep_b = tl.where(split, 0, 0x100).to(tl.int16)
+        if TURNED:
+            return codes(w, xa, xa, keep_a[None, :], keep_b[None, :], BITS, MODE, SIMD)
+        return codes(w, xa, xa, keep_a[:, None], keep_b[:, None], BITS, MODE, SIMD)
     return codes(w, xa, xa, xa, xa, BITS, MODE, SIMD)
 
 
@@ -107,8 +114,8 @@ def packed_share(
     for g in tl.static_range(G):
         for m in tl.static_range(4):
             inside = c < WORDS
-            place = 2 * (g * WORDS + c) + m // 2 + (m % 2) * HALF
-            channel = tl.load(p_order + place, mask=inside, other=0).to(tl.int32)
+            stored = 2 * (g * WORDS + c) + m // 2 + (m % 2) * HALF
+            channel = tl.load(p_order + stored, mask=inside, other=0).to(tl.int32)
             scale = tl.load(p_k_scale + i_head * D + channel, mask=inside, other=0.0)
             offset = tl.load(p_k_mean + i_head * D + channel, mask=inside, other=0.0)
             seen = inside[:, None] & (i_q < Q)[None, :]
@@ -126,8 +133,8 @@ def packed_share(
     for g in tl.static_range(G):
         total = tl.zeros((QP,), tl.float32)
         for m in tl.static_range(4):
-            PLACE: tl.constexpr = 1.0 if m % 2 == 0 else 0.0625  # b is worth 16 codes where it lies
-            q = raw[4 * g + m] / unit * PLACE
+            place = 1.0 - (m % 2) * 0.9375  # b is worth 16 codes where it lies
+            q = raw[4 * g + m] / unit * place
             h = q.to(tl.float16)
             high = high + (h,)
             q_used = h.to(tl.float32)
@@ -135,7 +142,7 @@ def packed_share(
                 rest = (q - q_used).to(tl.float16)
                 low = low + (rest,)
                 q_used += rest.to(tl.float32)
-            total += tl.sum(q_used, 0) / PLACE
+            total += tl.sum(q_used, 0) / place
         sums = sums + (total * unit,)
     unit *= 16777216.0  # 2**24, the unit of a code
 
@@ -163,7 +170,7 @@ def packed_share(
         s = tl.zeros((BLOCK, QP), tl.float32)
         for g in tl.static_range(G):
             step, fast, zero, split = _scales(p_scale + FMT[8] // 4 + g, KM)
-            k = _read(p_kn, p_kx, split, g, D, KB, GROUP, KM, SIMD)
+            k = _read(p_kn, p_kx, split, g, D, KB, GROUP, KM, SIMD, False)
             a = tl.dot(k[0], high[4 * g])
             a = tl.dot(k[2], high[4 * g + 2], a)
             if KM == 0:
@@ -216,7 +223,7 @@ def packed_share(
         new_acc = ()
         new_zeros = ()
         for g in tl.static_range(G):
-            v = _read(p_vn, p_vx, v_split[g], g, D, VB, GROUP, VM, SIMD)
+            v = _read(p_vn, p_vx, v_split[g], g, D, VB, GROUP, VM, SIMD, True)
             pa32 = p * v_step[g][:, None]
             pa = pa32.to(tl.float16)
             # The rounded weights also carry the zeros: code and zero cancel, so they must be rounded alike.
@@ -232,11 +239,11 @@ def packed_share(
                 new_zeros = new_zeros + (zeros[2 * g + 1] * alpha + used * (v_zero[g] / v_fast[g])[:, None],)
             for m in tl.static_range(4):
                 weight = pa if m % 2 == 0 else pb
-                o = tl.dot(tl.trans(v[m]), weight, acc[4 * g + m] * alpha)
+                o = tl.dot(v[m], weight, acc[4 * g + m] * alpha)
                 if EXACT:
                     rest32 = (pa32 if m % 2 == 0 else pb32) - weight.to(tl.float32)
                     rest = (rest32 * 1024).to(tl.float16)
-                    o += tl.dot(tl.trans(v[m]), rest) * 0.0009765625
+                    o += tl.dot(v[m], rest) * 0.0009765625
                 new_acc = new_acc + (o,)
         acc = new_acc
         zeros = new_zeros
@@ -249,9 +256,9 @@ def packed_share(
             channel = 2 * (g * WORDS + c) + m // 2 + (m % 2) * HALF
             scale = tl.load(p_v_scale + i_head * D + channel, mask=inside, other=0.0)
             offset = tl.load(p_v_mean + i_head * D + channel, mask=inside, other=0.0)
-            UNIT: tl.constexpr = 16777216.0 if m % 2 == 0 else 1048576.0
+            code_unit = 16777216.0 / (1 + 15 * (m % 2))
             zero = tl.sum(zeros[2 * g + m % 2 if VM else g], 0)
-            o = (acc[4 * g + m] * UNIT + zero[None, :]) / l_sum[None, :] * scale[:, None] + offset[:, None]
+            o = (acc[4 * g + m] * code_unit + zero[None, :]) / l_sum[None, :] * scale[:, None] + offset[:, None]
             seen = inside[:, None] & (i_q < Q)[None, :]
             tl.store(p_out + i_q[None, :] * stride_out + channel[:, None], o, mask=seen)
 

@@ -30,7 +30,7 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
     count = q_heads // heads * chunk  # queries of one KV head
     width = codes.shape[2] // (2 * heads)
     four, two = 2 * width, 4 * width
-    q = queries.float().view(heads, count, dim) * scaling
+    q = queries.float().reshape(heads, count, dim) * scaling
     offset = torch.einsum("hcd,hd->hc", q, stats.k_mean).flatten()  # the share of the mean key
     q = q @ stats.query_basis[..., : four + two]
     # The codes stay where they are in their byte (masked, not shifted); the queries are divided by the place value instead.
@@ -38,7 +38,7 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
     q[..., :four] *= STEP[4]
     q[..., four:] *= STEP[2]
     middle = 7.5 * q[..., :four].sum(-1) + 1.5 * q[..., four:].sum(-1)
-    flat = codes.view(n * rows, 2, heads * width)
+    flat = codes.reshape(n * rows, 2, heads * width)
     out: Tensor | None = None
     for plane, mask, place, first in (
         (0, 0x0F, 1, 0),
@@ -53,6 +53,6 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
         out = values @ weights if out is None else out.addmm_(values, weights)
     assert out is not None
     out -= middle.flatten()
-    scale = torch.exp2((scales.view(n * rows, heads).float() - 128) / 16)
+    scale = torch.exp2((scales.reshape(n * rows, heads).float() - 128) / 16)
     out = out.view(n * rows, heads, count).mul_(scale[..., None]).view(n * rows, -1).add_(offset)
     return out.view(n * rows, q_heads, chunk).permute(1, 2, 0)

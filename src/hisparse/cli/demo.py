@@ -31,7 +31,7 @@ class _Size:
 
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the picture and the figures.")] = Path("out"),
-    quick: Annotated[bool, typer.Option("--quick", help="A fifth of the length, for a first look.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Continue a fifth of the text, for a first look.")] = False,
 ) -> None:
     """Continue a book and find a fact in it, in a ninth of the KV memory, beside the dense cache.
 
@@ -49,7 +49,7 @@ def demo(
     book = books.book()
     model, tokenizer = session.open_model("default", None, None)
     config = session.open_config(None)
-    lengths = _Size(1500, 1000, 32) if quick else _Size()
+    lengths = _Size(continued=1500, new=32) if quick else _Size()
 
     text = books.opening(book, tokenizer, lengths.continued)
     prompt = session.build_prompt(tokenizer, text, None, model.device)
@@ -64,7 +64,8 @@ def demo(
     second, found = _find_fact(model, tokenizer, book, config, lengths)
     _report(console, second)
     console.print(f"hidden: {FACT}")
-    console.print("the answer has it" if found else "the answer does not have it")
+    dense_found = ANSWER in second.to_json()["dense"]["text"]
+    console.print(f"found: {_yes(found)}; with the dense cache: {_yes(dense_found)}")
 
     figures = {"continued": first.to_json(), "searched": {**second.to_json(), "found": found}}
     write_json(out / "demo.json", {**figures, "seconds": time.perf_counter() - start})
@@ -89,6 +90,10 @@ def _find_fact(model: Any, tokenizer: Any, book: str, config: HiSparseConfig, le
     print(f"{QUESTION}\n> ", end="", flush=True)
     result = session.complete(model, tokenizer, prompt, config, lengths.answer, compare=True, stream=True)
     return result, ANSWER in result.text
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _report(console: Any, result: Any) -> None:

@@ -84,5 +84,7 @@ class Geometry:
             return highest
         allowed = context * self.dense_token_bytes / budget.capacity
         spare = allowed - overhead - graduated * self.aside_token_bytes
-        affordable = int(spare / (self.kept_token_bytes - self.aside_token_bytes))
+        extra = self.kept_token_bytes - self.aside_token_bytes
+        # Rows on the device may cost more than kept pages: then every token kept saves bytes.
+        affordable = int(spare / extra) if extra > 0 else highest
         return max(int(budget.min_keep * graduated), min(affordable, highest))

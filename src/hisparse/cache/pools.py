@@ -42,11 +42,13 @@ class PageIds:
         return reused + list(fresh)
 
     def release(self, ids: list[int]) -> None:
-        """Give ids back. Raises HiSparseError for one that is not in use: its bytes would belong to two owners."""
+        """Give ids back. Raises HiSparseError, and takes none, where one is not in use: its bytes would have two owners."""
+        free = set(self._free)
         for page in ids:
-            if not 0 <= page < self.made or page in self._free:
+            if not 0 <= page < self.made or page in free:
                 raise HiSparseError(f"page {page} is not in use ({self.made} made, {len(self._free)} free)")
-            self._free.append(page)
+            free.add(page)
+        self._free += ids
 
 
 class Pool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hisparse.errors import FormatError
 from hisparse.ops._dispatch import select_backend
 from hisparse.vtq.stats import ChannelStats
 
@@ -22,12 +23,19 @@ STEP = {2: 0.9957, 4: 0.3352}
 
 
 def sketch_bytes(head_dim: int, bits: int) -> int:
-    """Bytes of one token's sketch in one KV head, its scale included."""
+    """Bytes of one token's sketch in one KV head, its scale included. Raises FormatError as :func:`coordinates`."""
+    coordinates(head_dim, bits)
     return head_dim * bits // 8 + 1
 
 
 def coordinates(head_dim: int, bits: int) -> tuple[int, int]:
-    """How many coordinates get four bits, and how many get two."""
+    """How many coordinates get four bits, and how many get two. Raises FormatError where they do not fill whole bytes."""
+    if head_dim * bits % 16:
+        other = "selection.sketch_bits = 2, " if head_dim % 8 == 0 else ""
+        raise FormatError(
+            f"head_dim {head_dim} with selection.sketch_bits = {bits}: a sketch of 1 bit a channel needs a multiple of 16 "
+            f'channels, of 2 bits a multiple of 8; use {other}evict = "none" or evict = "drop", which need no sketches'
+        )
     return head_dim * bits // 8, head_dim * bits // 4
 
 
@@ -35,7 +43,7 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     """Sketch keys.
 
     keys: [n, R, H, D], post-RoPE, any float dtype. bits: 1 or 2.
-    Returns codes uint8 [n, R, H * D * bits / 8] and scales uint8 [n, R, H].
+    Returns codes uint8 [n, R, H * D * bits / 8] and scales uint8 [n, R, H]. Raises FormatError as :func:`coordinates`.
     """
     return select_backend("sketch", keys.device).build_sketch(keys, stats, bits)  # type: ignore[no-any-return]
 

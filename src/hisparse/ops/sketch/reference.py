@@ -54,5 +54,5 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
     assert out is not None
     out -= middle.flatten()
     scale = torch.exp2((scales.reshape(n * rows, heads).float() - 128) / 16)
-    out = out.view(n * rows, heads, count).mul_(scale[..., None]).view(n * rows, -1).add_(offset)
+    out = out.view(n * rows, heads, count).mul_(scale[..., None]).view(n * rows, heads * count).add_(offset)
     return out.view(n * rows, q_heads, chunk).permute(1, 2, 0)

@@ -89,12 +89,15 @@ class SelectionConfig(_Section):
     sketch_bits: Literal[1, 2] = 2
     row_size: int = Field(4, ge=1, le=64)
     min_tokens: int = Field(512, ge=1)
-    context_fraction: float = Field(1 / 256, ge=0, le=1)
+    root_factor: float = Field(12.0, ge=0)
     rows: Literal["host", "device"] = "host"
 
     def budget(self, context: int) -> int:
-        """Tokens a layer may recall in one step at a context of `context` tokens."""
-        return max(self.min_tokens, math.ceil(self.context_fraction * context))
+        """Tokens a layer may recall in one step at a context of `context` tokens.
+
+        ``max(min_tokens, root_factor * sqrt(context))``: what a query needs grows with the context, but more slowly.
+        """
+        return max(self.min_tokens, math.ceil(self.root_factor * math.sqrt(context)))
 
 
 class PrefillConfig(_Section):

@@ -162,7 +162,7 @@ def blocks_table(data: dict[str, Any]) -> Table:
     """How dense blocks of each length are."""
     from rich.table import Table
 
-    table = Table(title=f"Blocks by length, {data['tiles']} tiles of positions x channels")
+    table = Table(title=f"Blocks by length, {data['tiles']} tiles in all")
     for column in ("length", "blocks", "tokens", "kept", "density"):
         table.add_column(column, justify="right")
     for row in data["blocks"]:

@@ -14,6 +14,7 @@ from hisparse.ops.attend import Packed, attend, attend_recalled
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.select import select_rows
 from hisparse.ops.sketch import build_sketch, score_sketch
+from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats, estimate_stats
 
 # Queries that are scored and recalled together when a chunk attends token by token: bounds the memory of the gathered rows.
@@ -152,6 +153,7 @@ class LayerStore:
         prefill = self.geometry.config.prefill
         return prefill.mode == "full" and (chunk > prefill.recall_max_tokens or chunk * wanted >= rows)
 
+    @torch.no_grad()
     def _scores(self, q: Tensor, ids: Tensor, scaling: float) -> Tensor:
         assert self.stats is not None
         geometry = self.geometry
@@ -164,6 +166,7 @@ class LayerStore:
 
     # -- commit ----------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def commit(self, q: Tensor, k: Tensor, v: Tensor, row: int, batch: int, before: int, commit: Commit) -> None:
         """Take a chunk's k, v [H, T, D] in: fill slots, pack what is complete, free its slots.
 
@@ -203,7 +206,7 @@ class LayerStore:
         self.dense_k[row, :, : len(remain)] = source_k[:, remain]
         self.dense_v[row, :, : len(remain)] = source_v[:, remain]
 
-    def _pack(self, source_k: Tensor, source_v: Tensor, index: Tensor, fmt: object) -> Tensor:
+    def _pack(self, source_k: Tensor, source_v: Tensor, index: Tensor, fmt: PageFormat) -> Tensor:
         vtq = self.geometry.config.vtq
         k, v = source_k[:, index].permute(1, 2, 0, 3), source_v[:, index].permute(1, 2, 0, 3)
         return pack_pages(k, v, self.stats, fmt, vtq.split, vtq.peak_separation_threshold)

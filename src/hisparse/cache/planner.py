@@ -44,7 +44,9 @@ class Planner:
         threshold = config.tlif.threshold(sequence.length)
         limit: int | None = None
         if config.evict != "none":
-            limit = geometry.keep_limit(sequence.length, graduated, self.overhead_bytes(graduated)) - sequence.kept_total
+            limit = (
+                geometry.keep_limit(sequence.length, graduated, self.overhead_bytes(graduated)) - sequence.kept_total
+            )
             limit = max(0, min(limit, len(importance)))
         plan = plan_blocks(tensor, threshold, config.blgs, geometry.heads * geometry.head_dim, limit)
         self.anchors += int(plan.anchor.sum())

@@ -42,7 +42,7 @@ class PageIds:
         return reused + list(fresh)
 
     def release(self, ids: list[int]) -> None:
-        """Give ids back. Raises HiSparseError, and takes none, where one is not in use: its bytes would have two owners."""
+        """Give ids back. Raises HiSparseError, and takes none, where one is not in use: it would have two owners."""
         free = set(self._free)
         for page in ids:
             if not 0 <= page < self.made or page in free:

@@ -73,7 +73,9 @@ class Sequence:
     graduated: int = 0  # decided at all
     dropped: int = 0
 
-    def extend(self, importance: npt.NDArray[np.float32], decide: Callable[[npt.NDArray[np.float32]], object]) -> Commit:
+    def extend(
+        self, importance: npt.NDArray[np.float32], decide: Callable[[npt.NDArray[np.float32]], object]
+    ) -> Commit:
         """Append `len(importance)` tokens, decide about those that leave the tail, and fill pages and rows."""
         chunk = len(importance)
         positions = np.concatenate([self.dense, np.arange(self.length, self.length + chunk)])

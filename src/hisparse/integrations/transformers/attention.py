@@ -48,7 +48,9 @@ def hisparse_mask(
     """
     causal = mask_function is causal_mask_function and isinstance(q_offset, int)
     if not causal or q_offset + q_length != kv_length + kv_offset:
-        return sdpa_mask(
+        # No mask may mean causal only where both of sdpa's alignments of the diagonal agree (not with a static cache).
+        skip = kwargs.pop("allow_is_causal_skip", True) and q_length in (1, kv_length)
+        return sdpa_mask(  # type: ignore[no-any-return]
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -56,26 +58,30 @@ def hisparse_mask(
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
+            allow_is_causal_skip=skip,
             **kwargs,
         )
-    if attention_mask is None or bool(attention_mask.all()):
+    # A mask of a wrong length is passed on, even one without padding: a HiSparse layer refuses it.
+    if attention_mask is None or (attention_mask.shape[-1] == kv_length + kv_offset and bool(attention_mask.all())):
         return None
     return attention_mask
 
 
-def _mask_4d(mask: Tensor | None, chunk: int, total: int, device: torch.device) -> Tensor | None:
-    """The bool [B, 1, T, N] form of what `hisparse_mask` returned; rows that see nothing see everything (and are discarded).
+def _mask_4d(mask: Tensor | None, causal: bool, chunk: int, total: int, device: torch.device) -> Tensor | None:
+    """The bool [B, 1, T, N] form of what `hisparse_mask` returned.
 
-    None stays None where sdpa's own causal flag means the same: it aligns the diagonal to the upper left.
+    Rows that see nothing see everything (and are discarded). None stays None where sdpa's own causal flag means the same
+    (it aligns the diagonal to the upper left), and where the module is not `causal`, as cross-attention.
     """
     if mask is not None and mask.ndim == 4:
         return mask
-    if mask is None and chunk in (1, total):
+    if mask is None and (chunk in (1, total) or not causal):
         return None
-    causal = torch.ones(chunk, total, dtype=torch.bool, device=device).tril_(total - chunk)
+    past = torch.ones(chunk, total, dtype=torch.bool, device=device).tril_(total - chunk)
     if mask is None:
-        return causal[None, None]
-    full = causal[None, None] & mask[:, None, None, -total:].bool()
+        return past[None, None]
+    visible = torch.nn.functional.pad(mask, (0, max(0, total - mask.shape[1])))  # as transformers pads a mask too short
+    full = past[None, None] & visible[:, None, None, -total:].bool()
     return full | ~full.any(-1, keepdim=True)
 
 
@@ -95,10 +101,13 @@ def hisparse_attention(
     """
     layer: HiSparseLayer | None = getattr(key, HANDLE, None)
     if layer is None:
-        mask = _mask_4d(attention_mask, query.shape[2], key.shape[2], query.device)
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        mask = _mask_4d(attention_mask, causal, query.shape[2], key.shape[2], query.device)
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    layer.waiting = False
     for name in CHANGES_SCORES:
         if kwargs.get(name) is not None:
             raise UnsupportedError(
@@ -107,7 +116,9 @@ def hisparse_attention(
     if dropout > 0.0:
         raise UnsupportedError(f"attention dropout {dropout} with a HiSparse cache; call model.eval() first")
     if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions: HiSparse never forms the attention matrix; use the stock cache for it")
+        raise UnsupportedError(
+            "output_attentions: HiSparse never forms the attention matrix; use the stock cache for it"
+        )
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedError(
             f"a custom attention mask of shape {tuple(attention_mask.shape)}; HiSparse attends causally, with a 2-D padding mask"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ from hisparse.tlif import Scorer, scorer_for
 from hisparse.vtq.calibration import calibration_for
 from hisparse.vtq.stats import ChannelStats, channel_order
 
+STOPPED = "an earlier forward pass stopped half-way, so the layers of this cache hold different tokens; reset() it"
+
 
 class _Shared:
     """What the layers of one cache have in common: planners, page ids, the chunk in progress."""
 
-    def __init__(self, geometry: Geometry, scorer: Scorer, keep_plans: bool) -> None:
+    def __init__(self, geometry: Geometry, scorer: Scorer, keep_plans: bool, model_config: Any) -> None:
         self.geometry, self.scorer, self.keep_plans = geometry, scorer, keep_plans
+        # Weak, so that a deep copy of the cache still sees the model's own configuration.
+        self.model_config = weakref.ref(model_config)
         self.clear()
 
     def clear(self) -> None:
@@ -42,6 +47,26 @@ class _Shared:
         self.views: list[View] = []
         self.commits: list[Commit | None] = []
         self.seen = 0  # columns seen so far, padding included
+        self.begun = 0  # chunks
+
+    def check(self, key: Tensor) -> None:
+        """Raise where new keys [B, H, T, D] cannot join this cache, before any layer takes them in."""
+        config, geometry = self.model_config(), self.geometry
+        if config is not None and config._attn_implementation != NAME:
+            raise UnsupportedError(
+                f'the model now uses attention "{config._attn_implementation}", which cannot read this cache; call '
+                f'model.set_attn_implementation("{NAME}")'
+            )
+        if self.planners and key.shape[0] != len(self.planners):
+            raise InputError(
+                f"a batch of {key.shape[0]} sequences, but this cache holds {len(self.planners)}; "
+                "use a new cache or call reset()"
+            )
+        if (key.shape[1], key.shape[3]) != (geometry.heads, geometry.head_dim):
+            raise UnsupportedError(
+                f"a layer caches {key.shape[1]} heads of {key.shape[3]} channels where the configuration has "
+                f"{geometry.heads} of {geometry.head_dim}; HiSparse holds plain keys and values, use the stock cache"
+            )
 
     def begin(self, batch: int, chunk: int, mask: Tensor | None, device: torch.device) -> None:
         """Start a chunk: find its real tokens, and decide what every layer will do with it.
@@ -53,10 +78,6 @@ class _Shared:
                 "layer 0 did not pass its values to the cache in this forward pass; HiSparse needs a decoder whose first "
                 "layer caches keys and values"
             )
-        if self.planners and batch != len(self.planners):
-            raise InputError(
-                f"a batch of {batch} sequences, but this cache holds {len(self.planners)}; use a new cache or call reset()"
-            )
         columns: list[Tensor | None] = [None] * batch
         if mask is not None:
             if mask.shape[1] != self.seen + chunk:
@@ -67,8 +88,16 @@ class _Shared:
             for row, real in enumerate(mask[:, -chunk:].bool()):
                 if not bool(real.all()):
                     columns[row] = real.nonzero().flatten()
+        past = [self.seen] * batch if mask is None else mask[:, : self.seen].bool().sum(1).tolist()
+        for row, (planner, visible) in enumerate(zip(self.planners, past, strict=False)):
+            if visible != planner.sequence.length:
+                raise InputError(
+                    f"attention_mask shows {visible} cached tokens of sequence {row}, but the cache holds "
+                    f"{planner.sequence.length}; pass the mask the cache was filled with, and new columns after it"
+                )
         if not self.planners:
             self.planners = [self._planner() for _ in range(batch)]
+        self.begun += 1
         self.columns, self.commits = columns, []
         self.views = [planner.sequence.view(device) for planner in self.planners]
         for planner, values, real_columns in zip(self.planners, self.values, columns, strict=True):
@@ -96,7 +125,7 @@ def only(x: Tensor, columns: Tensor | None) -> Tensor:
     return x if columns is None else x[:, columns]
 
 
-class HiSparseLayer(CacheLayerMixin):
+class HiSparseLayer(CacheLayerMixin):  # type: ignore[misc]
     """A full-attention layer of the cache. `update` returns only the new keys and values; see `attention`."""
 
     is_sliding = False
@@ -109,6 +138,7 @@ class HiSparseLayer(CacheLayerMixin):
         self.stats, self.order = stats, order
         self.store: LayerStore | None = None
         self.waiting = False  # a chunk was handed out and has not come back through the attention function
+        self.stored = 0  # chunks
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -122,8 +152,9 @@ class HiSparseLayer(CacheLayerMixin):
         if self.waiting:
             raise UnsupportedError(
                 f"layer {self.index}'s last chunk never reached the `{NAME}` attention function, so it was not stored; "
-                f'call model.set_attn_implementation("{NAME}") before using this cache, and reset() it now'
+                "reset() the cache"
             )
+        self.shared.check(key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.index == 0:
@@ -140,14 +171,16 @@ class HiSparseLayer(CacheLayerMixin):
         shared, store = self.shared, self.store
         assert store is not None
         batch = query.shape[0]
+        if self.stored != shared.begun - (not self.first):
+            raise UnsupportedError(STOPPED)
         if self.first:
             shared.begin(batch, query.shape[2], mask, query.device)
-        self.waiting = False
         out = self._attend(store, query, key, value, scaling)
         for row, commit in enumerate(shared.commits):
             if commit is not None:
                 q, k, v = (only(x[row], shared.columns[row]) for x in (query, key, value))
                 store.commit(q, k, v, row, batch, shared.views[row].slots, commit)
+        self.stored = shared.begun
         return out.transpose(1, 2).contiguous()
 
     def _attend(self, store: LayerStore, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -182,6 +215,7 @@ class HiSparseLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.waiting = False
+        self.stored = 0
         if self.store is not None:
             self.store = None
             self.is_initialized = False
@@ -192,35 +226,28 @@ class HiSparseLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         raise UnsupportedError("layer prefetching; HiSparse moves set-aside rows to the host itself")
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise UnsupportedError("beam search: packed sequences cannot be reordered; use num_beams=1 (sampling works)")
 
-    def crop(self, tokens_to_remove: int) -> None:
-        raise UnsupportedError(
-            f"crop({tokens_to_remove}): packed tokens cannot be taken back (assisted decoding needs this too); "
-            "start again with reset(), or copy.deepcopy the cache before the part that may be undone"
-        )
+class _SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A stock sliding-window layer that notices interrupted passes; the one at index 0 shows its values to the planner.
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise UnsupportedError("repeating sequences inside the cache; repeat the inputs before the prefill instead")
+    early: the layer comes before the first HiSparse layer, which counts the columns of a chunk.
+    """
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise UnsupportedError("selecting sequences inside the cache; use one cache a sequence instead")
-
-
-class _ObservedSlidingLayer(DynamicSlidingWindowLayer):
-    """A stock sliding-window layer at index 0 that shows its values to the planner."""
-
-    def __init__(self, shared: _Shared, sliding_window: int) -> None:
+    def __init__(self, shared: _Shared, sliding_window: int, index: int, early: bool) -> None:
         super().__init__(sliding_window=sliding_window)
-        self._shared = shared
+        self._shared, self._index, self._early = shared, index, early
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._shared.values = value_states
+        shared = self._shared
+        if self._index == 0:
+            shared.check(key_states)
+            shared.values = value_states
+        if self.cumulative_length != shared.seen - (0 if self._early else key_states.shape[2]):
+            raise UnsupportedError(STOPPED)
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-class HiSparseCache(Cache):
+class HiSparseCache(Cache):  # type: ignore[misc]
     """KV cache in a ninth of the memory, for ``model.generate(..., past_key_values=cache)``.
 
     Parameters
@@ -236,6 +263,7 @@ class HiSparseCache(Cache):
     Raises
     ------
     UnsupportedError: the model is not on the `hisparse` attention implementation, or has layers HiSparse cannot hold.
+    FormatError: a head size that pages or sketches cannot hold.
     ModelError: TLIF or calibration of another model. ConfigError: `hidden_size` differs from the weights'.
 
     One cache serves one batch of sequences, over any number of `generate` calls; `reset()` empties it. Beam search, assisted
@@ -261,16 +289,27 @@ class HiSparseCache(Cache):
                 f"hidden_size = {self.config.hidden_size}, but the model's weights have {text.hidden_size}; "
                 "correct the configuration or choose the other model"
             )
-        identity = ModelIdentity.of(model)
+        if model.config.is_encoder_decoder:
+            raise UnsupportedError(
+                f"{model.config.model_type} is an encoder-decoder; HiSparse holds decoders' caches, use the stock cache"
+            )
         kinds = _layer_kinds(text)
+        identity = ModelIdentity.of(model)
         held = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
         self.geometry = Geometry(len(held), identity.kv_heads, identity.head_dim, model.dtype, self.config)
+        _ = (
+            self.geometry.kept_format,
+            self.geometry.row_format,
+            self.geometry.aside_token_bytes,
+        )  # raise where a head does not fit
         scorer = scorer_for(identity, self.config.tlif, tlif)
         if isinstance(scorer, torch.nn.Module):
             scorer.to(model.device)
-        self.shared = _Shared(self.geometry, scorer, keep_plans)
+        self.shared = _Shared(self.geometry, scorer, keep_plans, text)
         order = channel_order(text)
-        stats = calibration_for(identity, calibration) if self.config.vtq.enable_per_block_quant or self._sketches else None
+        stats = (
+            calibration_for(identity, calibration) if self.config.vtq.enable_per_block_quant or self._sketches else None
+        )
         if stats is None and (self.config.vtq.enable_per_block_quant or self._sketches):
             warnings.warn(
                 "no calibration for this model: channel statistics are estimated from the first tokens packed; "
@@ -280,11 +319,11 @@ class HiSparseCache(Cache):
         layers: list[CacheLayerMixin] = []
         for index, kind in enumerate(kinds):
             if kind == "full_attention":
-                layers.append(HiSparseLayer(self.shared, index, index == held[0], stats[index] if stats else None, order))
-            elif index == 0:
-                layers.append(_ObservedSlidingLayer(self.shared, text.sliding_window))
+                layers.append(
+                    HiSparseLayer(self.shared, index, index == held[0], stats[index] if stats else None, order)
+                )
             else:
-                layers.append(DynamicSlidingWindowLayer(sliding_window=text.sliding_window))
+                layers.append(_SlidingLayer(self.shared, text.sliding_window, index, index < held[0]))
         super().__init__(layers=layers)
 
     @property
@@ -295,6 +334,29 @@ class HiSparseCache(Cache):
         """Forget all sequences; the cache can be used for other ones."""
         super().reset()
         self.shared.clear()
+
+    # Refused here and not layer by layer: no layer may have changed when the error is raised.
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise UnsupportedError("beam search: packed sequences cannot be reordered; use num_beams=1 (sampling works)")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UnsupportedError(
+            f"crop({tokens_to_remove}): packed tokens cannot be taken back (assisted decoding needs this too); "
+            "start again with reset(), or copy.deepcopy the cache before the part that may be undone"
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedError("repeating sequences inside the cache; repeat the inputs before the prefill instead")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise UnsupportedError("selecting sequences inside the cache; use one cache a sequence instead")
+
+    def activate_past_recording(self) -> None:
+        raise UnsupportedError(
+            "assisted decoding takes tokens back, which packed tokens do not allow; "
+            "generate without assistant_model and prompt_lookup_num_tokens"
+        )
 
     @property
     def stores(self) -> list[LayerStore]:
@@ -358,26 +420,33 @@ class HiSparseCache(Cache):
         parts = " + ".join(f"{size} {name}" for name, size in report.device.items())
         lines.append(f"device: {parts} = {report.gpu_bytes} bytes")
         for index, store in enumerate(self.stores):
-            for name, pool, ids in (("kept", store.kept, self.shared.page_ids), ("rows", store.rows, self.shared.row_ids)):
+            for name, pool, ids in (
+                ("kept", store.kept, self.shared.page_ids),
+                ("rows", store.rows, self.shared.row_ids),
+            ):
                 if pool.data.shape[0] != ids.capacity:
-                    raise AssertionError(f"layer {index}: {name} pool has {pool.data.shape[0]} pages, ids {ids.capacity}")
+                    raise AssertionError(
+                        f"layer {index}: {name} pool has {pool.data.shape[0]} pages, ids {ids.capacity}"
+                    )
         return "\n".join(lines)
 
 
 def _layer_kinds(text: Any) -> list[str]:
     """`full_attention` or `sliding_attention` for each layer. Raises UnsupportedError for any other kind."""
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedError(f"{text.model_type} caches latent vectors (MLA); HiSparse holds plain keys and values")
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
         window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
         kinds = ["full_attention" if window is None else "sliding_attention"] * text.num_hidden_layers
     other = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
     if other:
-        raise UnsupportedError(f"{text.model_type} has layers of kind {', '.join(other)}; HiSparse holds full attention")
+        raise UnsupportedError(
+            f"{text.model_type} has layers of kind {', '.join(other)}; HiSparse holds full attention"
+        )
     if "full_attention" not in kinds:
         raise UnsupportedError(
             f"every layer of this {text.model_type} has a sliding window of {text.sliding_window} tokens: its cache does not "
             "grow with the context, so there is nothing to save; use the stock cache"
         )
-    if getattr(text, "kv_lora_rank", None):
-        raise UnsupportedError(f"{text.model_type} caches latent vectors (MLA); HiSparse holds plain keys and values")
     return list(kinds)

@@ -29,12 +29,12 @@ def sketch_bytes(head_dim: int, bits: int) -> int:
 
 
 def coordinates(head_dim: int, bits: int) -> tuple[int, int]:
-    """How many coordinates get four bits, and how many get two. Raises FormatError where they do not fill whole bytes."""
+    """How many coordinates get four bits, and how many get two. Raises FormatError where they do not fill bytes."""
     if head_dim * bits % 16:
         other = "selection.sketch_bits = 2, " if head_dim % 8 == 0 else ""
         raise FormatError(
-            f"head_dim {head_dim} with selection.sketch_bits = {bits}: a sketch of 1 bit a channel needs a multiple of 16 "
-            f'channels, of 2 bits a multiple of 8; use {other}evict = "none" or evict = "drop", which need no sketches'
+            f"head_dim {head_dim} with selection.sketch_bits = {bits}: a sketch of 1 bit a channel needs a multiple of "
+            f'16 channels, of 2 bits a multiple of 8; use {other}evict = "none" or evict = "drop", which need no sketches'
         )
     return head_dim * bits // 8, head_dim * bits // 4
 

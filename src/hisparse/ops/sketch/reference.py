@@ -13,11 +13,13 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     n, rows, heads, dim = keys.shape
     four, two = coordinates(dim, bits)
     width = four // 2  # bytes of a head's four-bit codes, and of its two-bit codes
-    x = (keys.float() - stats.k_mean).flatten(0, 1).transpose(0, 1) @ stats.sketch_basis[..., : four + two]  # [H, nR, C]
+    x = (keys.float() - stats.k_mean).flatten(0, 1).transpose(0, 1) @ stats.sketch_basis[
+        ..., : four + two
+    ]  # [H, nR, C]
     exponent = x.square().mean(-1).clamp_min_(2.0**-15).log2_().mul_(8).round_().add_(128).clamp_(0, 255)
     x = x.mul_(torch.exp2((128 - exponent) / 16)[..., None]).transpose(0, 1)  # [nR, H, C]
     a = (x[..., :four] / STEP[4] + 8).floor_().clamp_(0, 15).to(torch.uint8)
-    b = (x[..., four:] / STEP[2] + 2).floor_().clamp_(0, 3).to(torch.uint8).unflatten(-1, (4, width))
+    b = (x[..., four:] / STEP[2] + 2).floor_().clamp_(0, 3).to(torch.uint8).unflatten(-1, (4, width))  # type: ignore[no-untyped-call]
     high = a[..., :width] | a[..., width:] << 4
     low = b[..., 0, :] | b[..., 1, :] << 2 | b[..., 2, :] << 4 | b[..., 3, :] << 6
     codes = torch.cat([high.flatten(1), low.flatten(1)], dim=1)
@@ -48,7 +50,7 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
         (1, 0x30, 16, four + 2 * width),
         (1, 0xC0, 64, four + 3 * width),
     ):
-        weights = torch.block_diag(*(q[..., first : first + width].mT / place))  # [H * width, H * count]
+        weights = torch.block_diag(*(q[..., first : first + width].mT / place))  # type: ignore[no-untyped-call]  # [H * width, H * count]
         values = (flat[:, plane] & mask).float()
         out = values @ weights if out is None else out.addmm_(values, weights)
     assert out is not None

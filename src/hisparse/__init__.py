@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hisparse.cache.report import CacheReport
     from hisparse.config import HiSparseConfig
     from hisparse.errors import HiSparseError
-    from hisparse.integrations.transformers import CacheReport, HiSparseCache
+    from hisparse.integrations.transformers import HiSparseCache
     from hisparse.models import load_model
 
 __version__ = "0.1.0"
@@ -20,7 +21,7 @@ _HOME = {
     "HiSparseConfig": "hisparse.config",
     "HiSparseError": "hisparse.errors",
     "HiSparseCache": "hisparse.integrations.transformers",
-    "CacheReport": "hisparse.integrations.transformers",
+    "CacheReport": "hisparse.cache.report",
     "load_model": "hisparse.models",
 }
 

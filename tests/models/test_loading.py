@@ -79,7 +79,7 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.Monkey
         raise ConnectionError("no route to host")
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", unreachable)
     with pytest.raises(ModelError, match=r"no route to host.*check the spelling and the connection"):
         load_model("nobody/nothing")
 

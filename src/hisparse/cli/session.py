@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -304,15 +305,14 @@ def compare_dense(model: Any, tokenizer: Any, result: Result, max_new_tokens: in
 
 def open_model(name: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """Load a model on "hisparse" attention: by default on CUDA where there is one, in float32 on the CPU."""
-    import huggingface_hub
     import torch
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     import hisparse.integrations.transformers  # noqa: F401 - registers the attention implementation
     from hisparse.models import load_model
 
-    logging.disable_progress_bar()
-    huggingface_hub.utils.logging.set_verbosity_error()  # its retries are told by our own error
+    disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are told by our own error
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         target = torch.device(where)

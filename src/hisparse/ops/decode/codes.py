@@ -15,6 +15,7 @@ register: bits that a shift carries over from the other half fall outside the ma
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -46,7 +47,31 @@ TWO_0, TWO_1 = tl.constexpr(_asm(0, 0xF, 0, 0x30)), tl.constexpr(_asm(0, 0xF0, -
 TWO_2, TWO_3 = tl.constexpr(_asm(8, 0xF, 8, 0x30)), tl.constexpr(_asm(8, 0xF0, 4, 0x300))
 MIXED_0, MIXED_1 = tl.constexpr(_asm(0, 0xF, 0)), tl.constexpr(_asm(0, 0xF0, -3))
 MIXED_2, MIXED_3 = tl.constexpr(_asm(8, 0xF, 8)), tl.constexpr(_asm(8, 0xF0, 5))
+EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
+LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 ROTATE = tl.constexpr("{ .reg .b32 s; and.b32 s, $2, 31; shf.l.wrap.b32 $0, $1, $1, s; }")
+
+
+if INTERPRET:
+
+    def bound(x: Any) -> int:
+        """A scalar as a loop bound: the interpreter's one-element arrays are none for recent versions of numpy."""
+        return int(x.handle.data.item())
+
+    def operand(x: Any) -> Any:
+        """A tile as an operand of a matrix product: the interpreter multiplies the bits of bfloat16, not its values."""
+        return x.to(tl.float32)
+
+else:
+
+    @triton.jit
+    def bound(x):
+        return x
+
+    @triton.jit
+    def operand(x):
+        return x
 
 
 @triton.jit
@@ -56,10 +81,33 @@ def _half(word):
 
 
 @triton.jit
+def exp2(x, SIMD: tl.constexpr):
+    """2**x; subnormal results are 0 where that saves instructions. So in the next two."""
+    if SIMD:
+        return tl.inline_asm_elementwise(EXP2, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(x)
+
+
+@triton.jit
+def log2(x, SIMD: tl.constexpr):
+    if SIMD:
+        return tl.inline_asm_elementwise(LOG2, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.log2(x)
+
+
+@triton.jit
+def inverse(x, SIMD: tl.constexpr):
+    if SIMD:
+        return tl.inline_asm_elementwise(INVERSE, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return 1.0 / x
+
+
+@triton.jit
 def rotate(x, turn, SIMD: tl.constexpr):
     """x int16 shifted left by `turn` (negative: right) so far that no wanted bit is lost; `turn` int16, broadcastable.
 
-    Two words in one register must share their turn (SIMD).
+    Two words in one register must share their turn (SIMD). `turn` is read from memory: a tile that is loaded can be
+    brought into the matrix units' register layout before it is unpacked, one that is computed from a range cannot.
     """
     if SIMD:
         x, turn = tl.broadcast(x, turn)

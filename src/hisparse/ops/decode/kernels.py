@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hisparse.ops.decode.codes import codes, rotate
+from hisparse.ops.decode.codes import bound, codes, exp2, inverse, log2, operand, rotate
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -21,15 +21,18 @@ HEADROOM = tl.constexpr(10.0)
 
 
 @triton.jit
-def _words(p_row, c_group, n_group, PAD: tl.constexpr):
-    """int16 tile [tokens, columns] at `p_row` [tokens]; columns from `n_group` on are not read where there are any."""
+def _words(p_row, c_group, n_group, PAD: tl.constexpr, TURNED: tl.constexpr):
+    """int16 tile [tokens, columns] at `p_row` [tokens], or [columns, tokens] if TURNED; columns from `n_group` on are not
+    read where there are any."""
+    p_row = p_row[None, :] if TURNED else p_row[:, None]
+    c = c_group[:, None] if TURNED else c_group[None, :]
     if PAD:
-        return tl.load(p_row[:, None] + c_group[None, :], mask=(c_group < n_group)[None, :], other=0)
-    return tl.load(p_row[:, None] + c_group[None, :])
+        return tl.load(p_row + c, mask=c < n_group, other=0)
+    return tl.load(p_row + c)
 
 
 @triton.jit
-def _read(p_nibble, p_extra, split, i_group, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+def _read(p_nibble, p_extra, p_turn, split, i_group, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
           MODE: tl.constexpr, SIMD: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
     """Codes of one channel group: four float16 tiles [tokens, GP], or [GP, tokens] if TURNED. p_nibble, p_extra: int16 pointers [tokens] to the
     token's planes; split: bool [tokens], used in mixed mode."""
@@ -38,26 +41,22 @@ def _read(p_nibble, p_extra, split, i_group, D: tl.constexpr, BITS: tl.constexpr
     EIGHTH: tl.constexpr = D // 16  # 16-bit words of one extra plane
     c = tl.arange(0, GP)
     at = i_group * WORDS + c
-    w = _words(p_nibble, at, (i_group + 1) * WORDS, GP != WORDS)
-    if TURNED:
-        w = tl.trans(w)
+    w = _words(p_nibble, at, (i_group + 1) * WORDS, GP != WORDS, TURNED)
     if BITS == 4:
         return codes(w, w, w, w, w, BITS, MODE, SIMD)
     at_extra = at % EIGHTH
-    turn = (4 - 2 * (at // EIGHTH)).to(tl.int16)
+    turn = tl.load(p_turn + at)
     turn = turn[:, None] if TURNED else turn[None, :]
-    xa = _words(p_extra, at_extra, EIGHTH, False)
-    xa = rotate(tl.trans(xa) if TURNED else xa, turn, SIMD)
+    xa = rotate(_words(p_extra, at_extra, EIGHTH, False, TURNED), turn, SIMD)
     if BITS == 6:
-        xb = _words(p_extra + EIGHTH, at_extra, EIGHTH, False)
-        xb = rotate(tl.trans(xb) if TURNED else xb, turn, SIMD)
+        xb = rotate(_words(p_extra + EIGHTH, at_extra, EIGHTH, False, TURNED), turn, SIMD)
         return codes(w, xa, xb, w, w, BITS, MODE, SIMD)
     if MODE == 2:
         keep_a = tl.where(split, 0x30, 0x10).to(tl.int16)
         keep_b = tl.where(split, 0, 0x100).to(tl.int16)
-        if TURNED:
-            return codes(w, xa, xa, keep_a[None, :], keep_b[None, :], BITS, MODE, SIMD)
-        return codes(w, xa, xa, keep_a[:, None], keep_b[:, None], BITS, MODE, SIMD)
+        keep_a = keep_a[None, :] if TURNED else keep_a[:, None]
+        keep_b = keep_b[None, :] if TURNED else keep_b[:, None]
+        return codes(w, xa, xa, keep_a, keep_b, BITS, MODE, SIMD)
     return codes(w, xa, xa, xa, xa, BITS, MODE, SIMD)
 
 
@@ -79,7 +78,7 @@ def _scales(p_word, MODE: tl.constexpr):
 
 @triton.jit
 def packed_share(
-    p_q, p_out, p_lse, p_mass, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, n_pages, i_head,
+    p_q, p_out, p_lse, p_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, n_pages, i_head,
     i_share, n_share, scaling, stride_q, stride_out, stride_lse, stride_mass,
     D: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, FMT: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
     MASS: tl.constexpr, SIMD: tl.constexpr, STAGES: tl.constexpr,
@@ -139,9 +138,9 @@ def packed_share(
             high = high + (h,)
             q_used = h.to(tl.float32)
             if EXACT:
-                rest = (q - q_used).to(tl.float16)
-                low = low + (rest,)
-                q_used += rest.to(tl.float32)
+                h = (q - q_used).to(tl.float16)
+                low = low + (h,)
+                q_used += h.to(tl.float32)
             total += tl.sum(q_used, 0) / place
         sums = sums + (total * unit,)
     unit *= 16777216.0  # 2**24, the unit of a code
@@ -157,7 +156,7 @@ def packed_share(
     p_pool16 = p_pool.to(tl.pointer_type(tl.int16))
     p_pool32 = p_pool.to(tl.pointer_type(tl.int32))
 
-    for i_tile in tl.range(first, last, num_stages=STAGES):
+    for i_tile in tl.range(bound(first), bound(last), num_stages=STAGES):
         t = i_tile * BLOCK + tl.arange(0, BLOCK)
         valid = t < n_tokens
         t = tl.minimum(t, n_tokens - 1)
@@ -170,7 +169,7 @@ def packed_share(
         s = tl.zeros((BLOCK, QP), tl.float32)
         for g in tl.static_range(G):
             step, fast, zero, split = _scales(p_scale + FMT[8] // 4 + g, KM)
-            k = _read(p_kn, p_kx, split, g, D, KB, GROUP, KM, SIMD, False)
+            k = _read(p_kn, p_kx, p_turn, split, g, D, KB, GROUP, KM, SIMD, False)
             a = tl.dot(k[0], high[4 * g])
             a = tl.dot(k[2], high[4 * g + 2], a)
             if KM == 0:
@@ -182,13 +181,13 @@ def packed_share(
             if EXACT:
                 b = tl.dot(k[1], low[4 * g + 1], b)
                 b = tl.dot(k[3], low[4 * g + 3], b)
-                rest = a if KM else b
-                rest = tl.dot(k[0], low[4 * g], rest)
-                rest = tl.dot(k[2], low[4 * g + 2], rest)
+                ab = a if KM else b
+                ab = tl.dot(k[0], low[4 * g], ab)
+                ab = tl.dot(k[2], low[4 * g + 2], ab)
                 if KM == 0:
-                    b = rest
+                    b = ab
                 else:
-                    a = rest
+                    a = ab
             s += b * (fast * unit)[:, None] + zero[:, None] * sums[g][None, :]
             if KM:
                 s += a * (step * unit)[:, None]
@@ -207,43 +206,42 @@ def packed_share(
             v_zero = v_zero + (zero,)
             v_split = v_split + (split,)
         # The maximum is taken over score * step, so that the float16 weights stay in range whatever the steps are.
-        m_new = tl.maximum(m_run, tl.max(s + tl.log2(peak)[:, None], 0))
-        alpha = tl.exp2(m_run - m_new)[None, :]
+        m_new = tl.maximum(m_run, tl.max(s + log2(peak, SIMD)[:, None], 0))
+        alpha = exp2(m_run - m_new, SIMD)[None, :]
         m_run = m_new
-        p = tl.exp2(s - (m_new - HEADROOM)[None, :])
+        p = exp2(s - (m_new - HEADROOM)[None, :], SIMD)
         l = l * alpha + p
         if MASS:
             share = tl.sum(tl.reshape(p, (BLOCK // TOKENS, TOKENS, QP)), 1)
             share = (tl.log2(share) + (m_new - HEADROOM + mean)[None, :]) * LN2
             i_page = i_tile * (BLOCK // TOKENS) + tl.arange(0, BLOCK // TOKENS)
-            seen = (i_page < n_pages)[:, None] & (i_q < Q)[None, :]
-            tl.store(p_mass + i_q[None, :] * stride_mass + i_page[:, None], share, mask=seen)
+            real = (i_page < n_pages)[:, None] & (i_q < Q)[None, :]
+            tl.store(p_mass + i_q[None, :] * stride_mass + i_page[:, None], share, mask=real)
         p_vn = p_page + FMT[11] // 2 + row * (D // 4)
         p_vx = p_page + FMT[12] // 2 + row * ((VB - 4) * (D // 16))
         new_acc = ()
         new_zeros = ()
         for g in tl.static_range(G):
-            v = _read(p_vn, p_vx, v_split[g], g, D, VB, GROUP, VM, SIMD, True)
+            v = _read(p_vn, p_vx, p_turn, v_split[g], g, D, VB, GROUP, VM, SIMD, True)
             pa32 = p * v_step[g][:, None]
             pa = pa32.to(tl.float16)
             # The rounded weights also carry the zeros: code and zero cancel, so they must be rounded alike.
             used = pa32 if EXACT else pa.to(tl.float32)
             z = zeros[2 * g if VM else g]
-            new_zeros = new_zeros + (z * alpha + used * (v_zero[g] / v_step[g])[:, None],)
+            new_zeros = new_zeros + (z * alpha + used * (v_zero[g] * inverse(v_step[g], SIMD))[:, None],)
             pb32 = pa32
             pb = pa
             if VM:
                 pb32 = p * v_fast[g][:, None]
                 pb = pb32.to(tl.float16)
                 used = pb32 if EXACT else pb.to(tl.float32)
-                new_zeros = new_zeros + (zeros[2 * g + 1] * alpha + used * (v_zero[g] / v_fast[g])[:, None],)
+                new_zeros = new_zeros + (zeros[2 * g + 1] * alpha + used * (v_zero[g] * inverse(v_fast[g], SIMD))[:, None],)
             for m in tl.static_range(4):
                 weight = pa if m % 2 == 0 else pb
                 o = tl.dot(v[m], weight, acc[4 * g + m] * alpha)
                 if EXACT:
-                    rest32 = (pa32 if m % 2 == 0 else pb32) - weight.to(tl.float32)
-                    rest = (rest32 * 1024).to(tl.float16)
-                    o += tl.dot(v[m], rest) * 0.0009765625
+                    lost = (pa32 if m % 2 == 0 else pb32) - weight.to(tl.float32)
+                    o += tl.dot(v[m], (lost * 1024).to(tl.float16)) * 0.0009765625
                 new_acc = new_acc + (o,)
         acc = new_acc
         zeros = new_zeros
@@ -284,7 +282,7 @@ def plain_share(
     m_run = tl.full((QP,), float("-inf"), tl.float32)
     if not GIVEN:
         q = tl.load(p_q + i_q[None, :] * stride_q + d[:, None], mask=inside, other=0.0).to(p_k.dtype.element_ty)
-    for i_tile in range(first, last):
+    for i_tile in tl.range(bound(first), bound(last), num_stages=1):  # few tiles: shared memory is worth more to the packed shares
         t = i_tile * BLOCK + tl.arange(0, BLOCK)
         valid = t < n_tokens
         seen = valid[:, None] & (d < D)[None, :]
@@ -298,7 +296,7 @@ def plain_share(
             s = tl.load(p_logit + i_q[None, :] * stride_logit + t[:, None], mask=scored, other=float("-inf")) * LOG2E
         else:
             k = tl.load(p_k + at, mask=seen, other=0.0)
-            s = tl.dot(k, q, input_precision="ieee") * (scaling * LOG2E)
+            s = tl.dot(operand(k), operand(q), input_precision="ieee") * (scaling * LOG2E)
             s = tl.where(valid[:, None], s, float("-inf"))
         m_new = tl.maximum(m_run, tl.max(s, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # logits of -inf are allowed
@@ -313,7 +311,8 @@ def plain_share(
             stored = (i_page * TOKENS < n_tokens)[:, None] & (i_q < Q)[None, :]
             tl.store(p_mass + i_q[None, :] * stride_mass + i_page[:, None], share, mask=stored)
         v = tl.load(p_v + at, mask=seen, other=0.0)
-        acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * alpha[None, :], input_precision="ieee")
+        p = operand(p.to(v.dtype))
+        acc = tl.dot(operand(tl.trans(v)), p, acc * alpha[None, :], input_precision="ieee")
     tl.store(p_lse + i_q * stride_lse, tl.log2(l) + m_run, mask=i_q < Q)
     tl.store(p_out + i_q[None, :] * stride_out + d[:, None], acc / l[None, :], mask=inside)
 
@@ -333,7 +332,7 @@ def combine(
     m = tl.where(m == float("-inf"), 0.0, m)
     total = tl.sum(tl.exp2(lse - m), 0)
     acc = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    for start in range(0, n_share, BLOCK):
+    for start in range(0, bound(n_share), BLOCK):
         i = start + tl.arange(0, BLOCK)
         lse = tl.load(p_part_lse + i_row * n_share + i, mask=i < n_share, other=float("-inf"))
         seen = (lse > float("-inf"))[:, None] & (d < D)[None, :]

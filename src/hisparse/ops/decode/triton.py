@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -35,7 +35,7 @@ DENSE_BLOCK = 32
 @triton.jit
 def _decode(
     p_q, p_dense_k, p_dense_v, p_dense_len, p_kept, p_kept_table, p_kept_count, p_kept_mass, p_rows, p_rows_table,
-    p_rows_count, p_rows_mass, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_logit, p_value, p_part, p_part_lse,
+    p_rows_count, p_rows_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_logit, p_value, p_part, p_part_lse,
     scaling, n_slot, n_extra, n_dense_share, n_extra_share, n_rows_share, n_kept_share, n_kept_max, n_rows_max,
     stride_q_batch, stride_q_head, stride_dense_batch, stride_dense_head, stride_dense_token,
     HEADS: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
@@ -67,7 +67,7 @@ def _decode(
     elif i_share < n_dense_share + n_extra_share + n_rows_share:
         i_own = i_share - n_dense_share - n_extra_share
         _paged(
-            p_q, p_out, p_lse, p_rows_mass + i_first * n_rows_max, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale,
+            p_q, p_out, p_lse, p_rows_mass + i_first * n_rows_max, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale,
             p_rows, p_rows_table + i_batch * n_rows_max, p_rows_count + i_batch, i_head, i_own, n_rows_share, scaling,
             stride_q_head, n_share * D, n_share, n_rows_max, D, Q, QP, ROWS, ROWS_BLOCK, PLAIN_BLOCK, EXACT,
             MASS, SIMD, STAGES,
@@ -75,7 +75,7 @@ def _decode(
     else:
         i_own = i_share - n_dense_share - n_extra_share - n_rows_share
         _paged(
-            p_q, p_out, p_lse, p_kept_mass + i_first * n_kept_max, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale,
+            p_q, p_out, p_lse, p_kept_mass + i_first * n_kept_max, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale,
             p_kept, p_kept_table + i_batch * n_kept_max, p_kept_count + i_batch, i_head, i_own, n_kept_share, scaling,
             stride_q_head, n_share * D, n_share, n_kept_max, D, Q, QP, KEPT, KEPT_BLOCK, PLAIN_BLOCK, EXACT,
             MASS, SIMD, STAGES,
@@ -84,7 +84,7 @@ def _decode(
 
 @triton.jit
 def _paged(
-    p_q, p_out, p_lse, p_mass, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, p_count, i_head,
+    p_q, p_out, p_lse, p_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, p_count, i_head,
     i_share, n_share, scaling, stride_q, stride_out, stride_lse, stride_mass,
     D: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, FMT: tl.constexpr, BLOCK: tl.constexpr,
     PLAIN_BLOCK: tl.constexpr, EXACT: tl.constexpr, MASS: tl.constexpr, SIMD: tl.constexpr, STAGES: tl.constexpr,
@@ -97,7 +97,7 @@ def _paged(
     if TOKENS > 0:
         if GROUP > 0:
             packed_share(
-                p_q, p_out, p_lse, p_mass, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table,
+                p_q, p_out, p_lse, p_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table,
                 tl.load(p_count), i_head, i_share, n_share, scaling, stride_q, stride_out, stride_lse, stride_mass,
                 D, Q, QP, FMT, BLOCK, EXACT, MASS, SIMD, STAGES,
             )  # fmt: skip
@@ -146,6 +146,16 @@ def check_format(fmt: PageFormat) -> None:
 @cache
 def _multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@lru_cache(maxsize=64)
+def _turns(dim: int, device: torch.device) -> Tensor:
+    """How far the extra bits of each 16-bit word are shifted left, int16: pair s * (D/8) + i has them at bit 2 s.
+
+    Longer than D/4, because padded columns read it, too.
+    """
+    word = torch.arange(dim // 4 + max(16, dim // 4), device=device)
+    return (4 - 2 * (word // (dim // 16) % 4)).to(torch.int16)
 
 
 def _shares(budget: int, tokens: int, block: int) -> int:
@@ -198,7 +208,7 @@ def decode_attention(
     if extra_logit is not None and extra_value is not None:
         extra_logit, extra_value = extra_logit.contiguous(), extra_value.contiguous()
     plain_block = 16 if dim > 128 else DENSE_BLOCK
-    n_dense = -(-slots // (2 * plain_block))
+    n_dense = -(-slots // plain_block)
     n_extra = -(-extra // (2 * plain_block))
     sms = 4 if INTERPRET or not q.is_cuda else _multiprocessors(q.device.index)
     budget = max(1, sms * tune.programs // (batch * heads) - n_dense - n_extra)
@@ -217,15 +227,17 @@ def decode_attention(
         if stats is not None
         else (dense_len, part_lse, part_lse, part_lse, part_lse)
     )
-    options = {} if INTERPRET else {"num_warps": tune.warps, "maxnreg": tune.registers}
+    exact = q.dtype == torch.float32
+    warps = max(tune.warps, 4) if exact else max(tune.warps, 2) if dim > 128 else tune.warps
+    options = {} if INTERPRET else {"num_warps": warps, "maxnreg": tune.registers}
     mass = [x if x is not None else part_lse for x in masses]
     _decode[(n_share, heads, batch)](
         q, dense_k, dense_v, dense_len, pools[0][0], pools[0][1], pools[0][2], mass[0], pools[1][0], pools[1][1],
-        pools[1][2], mass[1], *means, part_lse if extra_logit is None else extra_logit,
+        pools[1][2], mass[1], _turns(dim, q.device), *means, part_lse if extra_logit is None else extra_logit,
         q if extra_value is None else extra_value, part, part_lse, float(scaling), slots, extra, n_dense, n_extra, n_rows,
         n_kept, pools[0][3], pools[1][3], q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1),
         dense_k.stride(2), heads, dim, queries, max(8, triton.next_power_of_2(queries)), formats[0], formats[1],
-        blocks[0], blocks[1], plain_block, q.dtype == torch.float32, page_mass, not INTERPRET and dim // 16 % 2 == 0,
+        blocks[0], blocks[1], plain_block, exact, page_mass, not INTERPRET and dim // 16 % 2 == 0,
         tune.stages, **options,
     )  # fmt: skip
     block_d = 32

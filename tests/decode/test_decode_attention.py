@@ -1,0 +1,180 @@
+"""Decode attention: both twins against float64, at ugly sizes, with NaN wherever nothing may be read or left unwritten."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from decode_oracle import check, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hisparse.errors import FormatError, UnsupportedError
+from hisparse.ops.decode import DecodeResult, Pages, decode_attention
+from hisparse.vtq.format import PageFormat
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def _on_device(case: Any, device: str) -> Any:
+    if device == "cpu":
+        return case
+    for name in ("q", "dense_k", "dense_v", "dense_len", "extra_logit", "extra_value", "stats"):
+        value = getattr(case, name)
+        setattr(case, name, None if value is None else value.to(device))
+    for name in ("kept", "recalled"):
+        pages = getattr(case, name)
+        if pages is not None:
+            moved = Pages(pages.pool.to(device), pages.table.to(device), pages.count.to(device), pages.fmt)
+            setattr(case, name, moved)
+    return case
+
+
+def run_triton(case: Any, monkeypatch: pytest.MonkeyPatch, page_mass: bool = False, **options: Any) -> DecodeResult:
+    """The Triton twin, on the GPU where there is one; buffers are born full of NaN."""
+    plain = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *size: Any, **kwargs: Any) -> torch.Tensor:
+        out = plain(self, *size, **kwargs)
+        return out.fill_(float("nan")) if out.dtype.is_floating_point else out
+
+    monkeypatch.setenv("HISPARSE_BACKEND", "triton")
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    case = _on_device(case, "cuda" if torch.cuda.is_available() else "cpu")
+    result = decode_attention(*case.arguments(), **case.extras(), page_mass=page_mass, **options)
+    return DecodeResult(*(None if x is None else x.cpu() for x in result))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_reference(dtype: torch.dtype) -> None:
+    case = make_case(dtype, extra=3)
+    check(case, decode_attention(*case.arguments(), **case.extras(), page_mass=True), page_mass=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_at_every_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(dtype, queries=3, extra=5, counts=(5, 0), rows=(2, 0), lengths=(37, 0))
+    check(case, run_triton(case, monkeypatch))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("bits", "split"), [((5, 5), "rope"), ((5, 4), "never"), ((4, 5), "both"), ((6, 6), "never")], ids=str
+)
+def test_triton_reads_every_width(bits: tuple[int, int], split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(bits=bits, split=split, counts=(3,), rows=None, lengths=(2,), heads=1)
+    hint = {} if split == "both" else {"split": split}
+    check(case, run_triton(case, monkeypatch, **hint))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("dim", "group", "queries", "tokens"),
+    [(96, 96, 1, 4), (128, 64, 7, 16), (128, 32, 16, 8), (80, 80, 2, 8), (256, 64, 1, 4), (64, 64, 8, 64)],
+    ids=str,
+)
+def test_triton_at_every_shape(
+    dim: int, group: int, queries: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(
+        torch.float16, 1, queries, dim, tokens, group=group, counts=(3 if tokens < 64 else 1,), rows=(1,), lengths=(5,)
+    )
+    check(case, run_triton(case, monkeypatch, page_mass=True), page_mass=True)
+
+
+@needs_triton
+def test_triton_reads_raw_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(torch.bfloat16, raw=True, counts=(5,), rows=(3,), lengths=(1,), heads=2)
+    check(case, run_triton(case, monkeypatch, page_mass=True), page_mass=True)
+
+
+@needs_triton
+def test_triton_cut_into_many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(heads=1, queries=2, counts=(70, 1), rows=None, lengths=(0, 3), split="rope")
+    check(case, run_triton(case, monkeypatch, split="rope"))
+
+
+@given(
+    counts=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    seed=st.integers(0, 2**16),
+    tokens=st.sampled_from([1, 4, 8]),
+    queries=st.integers(1, 5),
+)
+@settings(max_examples=15, deadline=None)
+def test_reference_on_any_raggedness(counts: list[int], seed: int, tokens: int, queries: int) -> None:
+    lengths = tuple((seed >> (3 * i)) % 9 for i in range(len(counts)))
+    rows = tuple((seed >> (2 * i)) % 4 for i in range(len(counts)))
+    case = make_case(
+        torch.float64, 1, queries, 16, tokens, group=16, counts=tuple(counts), rows=rows, lengths=lengths, seed=seed
+    )
+    check(case, decode_attention(*case.arguments(), page_mass=True), page_mass=True)
+
+
+def test_nothing_to_attend_to_gives_zero() -> None:
+    case = make_case(counts=(0,), rows=(0,), lengths=(0,))
+    result = decode_attention(*case.arguments())
+    assert bool((result.out == 0).all())
+    assert bool(result.lse.isneginf().all())
+
+
+def test_masses_and_lse_agree() -> None:
+    """With nothing but pages, the page masses add up to the whole."""
+    case = make_case(torch.float64, lengths=(0, 0, 0))
+    result = decode_attention(*case.arguments(), page_mass=True)
+    assert result.kept_mass is not None and result.recalled_mass is not None
+    parts = []
+    for mass, pages in ((result.kept_mass, case.kept), (result.recalled_mass, case.recalled)):
+        used = torch.arange(mass.shape[-1]) < pages.count[:, None]
+        parts.append(mass.masked_fill(~used[:, None], float("-inf")))
+    torch.testing.assert_close(torch.cat(parts, -1).logsumexp(-1), result.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_extra_token_equals_a_dense_one() -> None:
+    """A token given by its score and value counts as one given by its key and value."""
+    case = make_case(torch.float64, heads=1, queries=1, counts=(2,), rows=None, lengths=(5,))
+    whole = decode_attention(*case.arguments())
+    score = (case.dense_k[0, 0, 4] @ case.q[0, 0]) * case.scaling
+    case.extra_logit, case.extra_value = score.view(1, 1, 1).float(), case.dense_v[:, :, 4:5].clone()
+    case.dense_len = case.dense_len - 1
+    split = decode_attention(*case.arguments(), **case.extras())
+    torch.testing.assert_close(split.out, whole.out, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("q", torch.zeros(3, 7, 64), "multiple"),
+        ("dense_len", torch.zeros(3, dtype=torch.int64), "dense_len"),
+        ("dense_v", torch.zeros(3, 2, 5, 64), "dense_v"),
+        ("extra_logit", torch.zeros(3, 8, 2), "go together"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, value: torch.Tensor, message: str) -> None:
+    case = make_case()
+    setattr(case, name, value)
+    with pytest.raises(FormatError, match=message):
+        decode_attention(*case.arguments(), **case.extras())
+
+
+def test_pages_of_other_heads_are_refused() -> None:
+    case = make_case()
+    case.kept = make_case(heads=1).kept
+    with pytest.raises(FormatError, match="1 heads"):
+        decode_attention(*case.arguments())
+
+
+@needs_triton
+def test_odd_page_sizes_are_refused_by_the_kernel() -> None:
+    from hisparse.ops.decode.triton import check_format
+
+    with pytest.raises(UnsupportedError, match="6 tokens"):
+        check_format(PageFormat(6, 1, 64))

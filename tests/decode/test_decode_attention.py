@@ -1,4 +1,4 @@
-"""Decode attention: both twins against float64, at ugly sizes, with NaN wherever nothing may be read or left unwritten."""
+"""Decode attention: both twins against float64, at ugly sizes, NaN wherever nothing may be read or left."""
 
 from __future__ import annotations
 

@@ -32,11 +32,15 @@ class Tuning:
 DENSE_BLOCK = 32
 
 
-@triton.jit
+# Counts that are data, not layout: compiling anew where one of them happens to be 1 would gain nothing.
+_PLAIN = ["n_extra", "n_dense_share", "n_extra_share", "n_rows_share", "n_kept_share", "n_kept_max", "n_rows_max"]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
 def _decode(
     p_q, p_dense_k, p_dense_v, p_dense_len, p_kept, p_kept_table, p_kept_count, p_kept_mass, p_rows, p_rows_table,
     p_rows_count, p_rows_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_logit, p_value, p_part, p_part_lse,
-    scaling, n_slot, n_extra, n_dense_share, n_extra_share, n_rows_share, n_kept_share, n_kept_max, n_rows_max,
+    scaling, n_extra, n_dense_share, n_extra_share, n_rows_share, n_kept_share, n_kept_max, n_rows_max,
     stride_q_batch, stride_q_head, stride_dense_batch, stride_dense_head, stride_dense_token,
     HEADS: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
     KEPT_BLOCK: tl.constexpr, ROWS_BLOCK: tl.constexpr, PLAIN_BLOCK: tl.constexpr, EXACT: tl.constexpr,
@@ -234,7 +238,7 @@ def decode_attention(
     _decode[(n_share, heads, batch)](
         q, dense_k, dense_v, dense_len, pools[0][0], pools[0][1], pools[0][2], mass[0], pools[1][0], pools[1][1],
         pools[1][2], mass[1], _turns(dim, q.device), *means, part_lse if extra_logit is None else extra_logit,
-        q if extra_value is None else extra_value, part, part_lse, float(scaling), slots, extra, n_dense, n_extra, n_rows,
+        q if extra_value is None else extra_value, part, part_lse, float(scaling), extra, n_dense, n_extra, n_rows,
         n_kept, pools[0][3], pools[1][3], q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1),
         dense_k.stride(2), heads, dim, queries, max(8, triton.next_power_of_2(queries)), formats[0], formats[1],
         blocks[0], blocks[1], plain_block, exact, page_mass, not INTERPRET and dim // 16 % 2 == 0,

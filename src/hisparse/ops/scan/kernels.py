@@ -215,11 +215,11 @@ def scan_share(
         weights = weights + (tiles,)
         firsts = firsts + (first,)
         totals = totals + (tl.zeros((ROWS, NP), tl.float32),)
-        words = read_words(p_codes + ids * (R * TOKEN_WORDS), i_group + g, HEADS, W, HG, KP)
-        n_head = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
-        scale = decode_scale(tl.load(p_scales + (ids * (R * HEADS))[:, None] + n_head[None, :]))
-        s = tl.where(m_row[:, None], raw_scores(words, tiles, first, SIMD) * scale, -FARTHEST)
-        references = references + (tl.minimum(tl.max(s, 0), FARTHEST),)
+        words_0 = read_words(p_codes + ids * (R * TOKEN_WORDS), i_group + g, HEADS, W, HG, KP)
+        n_head_0 = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
+        scale_0 = decode_scale(tl.load(p_scales + (ids * (R * HEADS))[:, None] + n_head_0[None, :]))
+        s_0 = tl.where(m_row[:, None], raw_scores(words_0, tiles, first, SIMD) * scale_0, -FARTHEST)
+        references = references + (tl.minimum(tl.max(s_0, 0), FARTHEST),)
 
     for i_tile in tl.range(bound(start), bound(end), num_stages=STAGES):
         i_row = i_tile * ROWS + r

@@ -127,9 +127,9 @@ def take_rest(
             found = tl.histogram(tl.where(inside, digit, 0), DIGIT)
             outside = BLOCK - tl.sum(inside.to(tl.int32), 0)
             counts += tl.where(tl.arange(0, DIGIT) == 0, found - outside, found)
-        digit, above = _cut(counts, rest, DIGIT)
+        limit, above = _cut(counts, rest, DIGIT)
         rest -= above
-        cut = cut + (digit,)
+        cut = cut + (limit,)
     base = n_taken
     for at in range(0, bound(n_left), BLOCK):
         inside = at + i < n_left

@@ -40,6 +40,10 @@ class Tuning:
     take_rows: int = 1024
 
 
+WEIGHTS = 256
+"""Weights of one field that a program of one warp has registers for."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Head groups of a shape: `shared` heads an operand of `columns` words by `queries` columns, `groups` operands."""
@@ -129,7 +133,8 @@ def _scan(
     used = plan.shared * queries
     strides = (q.stride(0), queries * q.stride(1), q.stride(1))
     weight, middle = weights(q, stats, scaling, plan, strides, batch, queries)
-    groups = max(g for g in range(1, tune.groups + 1) if plan.groups % g == 0)
+    room = max(1, WEIGHTS // (plan.columns * plan.queries))
+    groups = max(g for g in range(1, min(tune.groups, room) + 1) if plan.groups % g == 0)
     tokens = max(t for t in range(1, tune.tokens + 1) if row_size % t == 0)
     blocks = plan.groups // groups
     processors = 4 if INTERPRET or not q.is_cuda else multiprocessors(q.device.index or 0)

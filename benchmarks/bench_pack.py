@@ -1,0 +1,105 @@
+"""Packing, unpacking and sketch building on a GPU: checked against the reference on the CPU, then timed.
+
+``PYTHONPATH=src python benchmarks/bench_pack.py --out benchmarks/results/h200-pack.json``
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, graph_ms, read_bandwidth, relative, row, save
+
+from hisparse.ops.pack import reference as pack_plain
+from hisparse.ops.pack import triton as pack_twin
+from hisparse.ops.sketch import reference as sketch_plain
+from hisparse.ops.sketch.triton import build_sketch
+from hisparse.ops.unpack import reference as unpack_plain
+from hisparse.ops.unpack import triton as unpack_twin
+from hisparse.vtq.format import PageFormat
+from hisparse.vtq.stats import estimate_stats
+
+SAMPLE = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Packing, unpacking and sketch building.")
+    parser.add_argument("--shapes", nargs="+", default=["glm4-9b-1m", "llama3.1-8b"])
+    parser.add_argument("--context", type=int, default=1 << 19)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    bandwidth = read_bandwidth()
+    rows: list[dict[str, Any]] = []
+    for shape in options.shapes:
+        _, heads, dim = SHAPES[shape]
+        make = torch.Generator("cuda").manual_seed(0)
+        size = (2, heads, options.context, dim)
+        x = torch.randn(size, generator=make, device="cuda", dtype=torch.bfloat16)
+        x *= torch.rand(dim, generator=make, device="cuda") * 2 + 0.3
+        x += torch.randn(2, heads, 1, dim, generator=make, device="cuda") * 4
+        order = torch.cat([torch.arange(dim).view(2, 2, -1)[:, i].flatten() for i in (1, 0)])  # half-split RoPE
+        sample = x[:, :, :8192].cpu().transpose(1, 2)
+        cpu = estimate_stats(sample[0], sample[1], order)
+        stats = cpu.to("cuda")
+        for tokens, k_bits, v_bits in ((8, 5, 5), (4, 5, 5), (8, 5, 4)):
+            fmt = PageFormat(tokens, heads, dim, k_bits, v_bits, 64)
+            k, v = (y.view(heads, -1, tokens, dim).permute(1, 2, 0, 3) for y in x)
+            few = torch.arange(0, len(k), len(k) // SAMPLE)[:SAMPLE].cuda()
+            packed = pack_twin.pack_pages(k, v, stats, fmt, "rope", 0.15)
+            expected = pack_plain.pack_pages(k[few].cpu(), v[few].cpu(), cpu, fmt, "rope", 0.15)
+            differ = int((packed[few].cpu() != expected).sum())
+            if differ:
+                raise SystemExit(f"pack: {differ} of {expected.numel()} bytes differ from the reference's")
+            times = []
+            for each, warps in ((1, 1), (2, 1), (4, 1), (8, 1), (4, 2)):
+                times.append(
+                    graph_ms([lambda e=each, w=warps: pack_twin.pack_pages(k, v, stats, fmt, "rope", 0.15, e, w)])
+                )
+            ms = min(times)
+            moved = x.nbytes + packed.nbytes
+            what = f"{tokens} tokens a page, K {k_bits} V {v_bits} bits"
+            rows.append(
+                row("pack", shape, options.context, ms, bytes=x.nbytes, what=what, error=0.0,
+                    tera_in=round(x.nbytes / ms / 1e9, 3), bandwidth_fraction=round(moved / ms * 1e3 / bandwidth, 3))
+            )  # fmt: skip
+            ours = unpack_twin.unpack_pages(packed[few], stats, fmt, torch.float32)
+            theirs = unpack_plain.unpack_pages(expected, cpu, fmt, torch.float32)
+            error = max(relative(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+            if not error < 1e-6:
+                raise SystemExit(f"unpack: relative error {error:.1e}")
+            back = graph_ms([lambda: unpack_twin.unpack_pages(packed, stats, fmt, torch.bfloat16)])
+            rows.append(
+                row("unpack", shape, options.context, back, bytes=moved, what=what, error=float(f"{error:.1e}"),
+                    bandwidth_fraction=round(moved / back * 1e3 / bandwidth, 3))
+            )  # fmt: skip
+            print(
+                f"{shape} {what}: pack {ms:.3f} ms = {x.nbytes / ms / 1e9:.2f} TB/s in, variants "
+                f"{' '.join(f'{t:.3f}' for t in times)}; unpack {back:.3f} ms, {moved / back / 1e9:.2f} TB/s", flush=True
+            )  # fmt: skip
+        for bits in (2, 1):
+            keys = x[0].view(heads, -1, 4, dim).permute(1, 2, 0, 3)
+            codes, scales = build_sketch(keys, stats, bits)
+            few = torch.arange(0, len(keys), len(keys) // 1024)[:1024].cuda()
+            other, other_scales = sketch_plain.build_sketch(keys[few].cpu(), cpu, bits)
+            same = (scales[few].cpu() == other_scales).all(-1)
+            equal = float((codes[few].cpu()[same] == other[same]).float().mean()) * float(same.float().mean())
+            if equal < 0.98:
+                raise SystemExit(f"sketches: only {equal:.2%} of the bytes are the reference's")
+            ms = graph_ms([lambda b=bits, y=keys: build_sketch(y, stats, b)])
+            moved = x[0].nbytes + codes.nbytes + scales.nbytes
+            rows.append(
+                row("sketch-build", shape, options.context, ms, bytes=moved, what=f"{bits} bits", error=round(1 - equal, 5),
+                    bandwidth_fraction=round(moved / ms * 1e3 / bandwidth, 3))
+            )  # fmt: skip
+            print(
+                f"{shape} sketch of {bits} bits: {ms:.3f} ms, {moved / ms / 1e9:.2f} TB/s; {equal:.3%} equal",
+                flush=True,
+            )
+    if options.out:
+        save(rows, options.out, bandwidth)
+
+
+if __name__ == "__main__":
+    main()

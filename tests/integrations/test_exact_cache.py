@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +153,54 @@ def test_forks_are_independent() -> None:
             assert torch.equal(tokens, greedy(model, want, fresh, 30))
         assert "119 tokens" in cache.check_integrity()
         assert "159 tokens" in fork.check_integrity()
+
+
+def test_a_cache_saved_to_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
+    model, ids, config = tiny("gemma3_text"), prompt(120), settings_of(selection={"min_tokens": 24})
+    cache = cache_for(model, config)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+    torch.save(cache, tmp_path / "cache.pt")
+    read = torch.load(tmp_path / "cache.pt", weights_only=False)
+    assert torch.equal(greedy(model, ids, read), greedy(model, ids, cache))
+    assert read.check_integrity() == cache.check_integrity()
+
+
+def test_inference_mode_may_come_and_go() -> None:
+    model, pieces = tiny(), prompt(300).split([80, 30, 1, 100, 1, 88], 1)
+    outputs = []
+    for modes in (["no"] * 6, ["inference", "no"] * 3, ["inference", "grad"] * 3, ["grad", "inference"] * 3):
+        cache = cache_for(model, settings_of(selection={"min_tokens": 24}))
+        logits = []
+        for mode, piece in zip(modes, pieces, strict=True):
+            with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
+                logits.append(model(piece, past_key_values=cache).logits.detach().clone())
+        outputs.append(torch.cat(logits, 1))
+        cache.check_integrity()
+    for other in outputs[1:]:
+        torch.testing.assert_close(other, outputs[0], rtol=1e-3, atol=1e-3)
+
+
+def test_embeddings_in_place_of_tokens() -> None:
+    model, ids = tiny(), prompt(90)
+    embeds, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)
+    out = model.generate(
+        inputs_embeds=embeds, attention_mask=mask, past_key_values=cache_for(model), max_new_tokens=9, do_sample=False
+    )
+    assert torch.equal(out, dense(model, ids, 9)[:, 90:])
+
+
+def test_right_padding_of_a_forward_pass() -> None:
+    model, ids = tiny(), prompt(80, 2)
+    mask = torch.ones(2, 80, dtype=torch.long)
+    mask[0, 50:] = 0
+    cache = cache_for(model)
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask, past_key_values=cache).logits
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(found[0, :50], model(ids[:1, :50]).logits[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found[1], model(ids[1:]).logits[0], rtol=1e-3, atol=1e-3)
+    assert [p.sequence.length for p in cache.planners] == [50, 80]
 
 
 def test_reset_gives_a_fresh_cache() -> None:

@@ -175,8 +175,9 @@ class LayerStore:
         """
         if self.dense_k.shape[0] != batch:
             shape = (batch, *self.dense_k.shape[1:])
-            self.dense_k = torch.empty(shape, dtype=k.dtype, device=self.device)
-            self.dense_v = torch.empty_like(self.dense_k)
+            with torch.inference_mode(False):  # tensors made in inference mode could not be written outside it
+                self.dense_k = torch.empty(shape, dtype=k.dtype, device=self.device)
+                self.dense_v = torch.empty_like(self.dense_k)
         if commit.appends_only:
             self.dense_k[row, :, before : before + commit.chunk] = k
             self.dense_v[row, :, before : before + commit.chunk] = v

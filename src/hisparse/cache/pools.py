@@ -73,9 +73,10 @@ class Pool:
         """Grow to at least `capacity` rows; what is stored keeps its place."""
         if capacity <= self.data.shape[0]:
             return
-        grown = torch.empty(
-            (capacity, self.page_bytes), dtype=torch.uint8, device=self.data.device, pin_memory=self.pin
-        )
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
+            grown = torch.empty(
+                (capacity, self.page_bytes), dtype=torch.uint8, device=self.data.device, pin_memory=self.pin
+            )
         grown[: self.data.shape[0]] = self.data
         self.data = grown
 

@@ -30,13 +30,28 @@ from hisparse.vtq.stats import ChannelStats, channel_order
 STOPPED = "an earlier forward pass stopped half-way, so the layers of this cache hold different tokens; reset() it"
 
 
+class _ConfigOf:
+    """Weak reference to a model's configuration: a deep copy of the cache keeps it, a pickled cache leaves it behind."""
+
+    def __init__(self, config: Any) -> None:
+        self._reference = None if config is None else weakref.ref(config)
+
+    def __call__(self) -> Any:
+        return None if self._reference is None else self._reference()
+
+    def __deepcopy__(self, memo: Any) -> _ConfigOf:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ConfigOf, (None,)
+
+
 class _Shared:
     """What the layers of one cache have in common: planners, page ids, the chunk in progress."""
 
     def __init__(self, geometry: Geometry, scorer: Scorer, keep_plans: bool, model_config: Any) -> None:
         self.geometry, self.scorer, self.keep_plans = geometry, scorer, keep_plans
-        # Weak, so that a deep copy of the cache still sees the model's own configuration.
-        self.model_config = weakref.ref(model_config)
+        self.model_config = _ConfigOf(model_config)
         self.clear()
 
     def clear(self) -> None:

@@ -75,7 +75,7 @@ class VtqConfig(_Section):
     value_bit_width: BITS | None = None
     split: Literal["rope", "peaks", "never"] = "rope"
     peak_separation_threshold: float = Field(0.15, gt=0, lt=1)
-    page_size: int = Field(8, ge=1, le=256)
+    page_size: int = Field(4, ge=1, le=256)
     channel_group: int = Field(64, ge=8)
 
     @property
@@ -166,7 +166,9 @@ class HiSparseConfig(_Section):
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"config {path}: not JSON at line {error.lineno}, column {error.colno} ({error.msg})") from None
+            raise ConfigError(
+                f"config {path}: not JSON at line {error.lineno}, column {error.colno} ({error.msg})"
+            ) from None
         if not isinstance(data, dict):
             raise ConfigError(f"config {path}: holds a {type(data).__name__}; the top level must be an object {{...}}")
         try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.blgs import BlockPlan, plan_blocks
-from hisparse.cache.geometry import Geometry
+from hisparse.cache.geometry import SINKS, Geometry
 from hisparse.cache.sequence import Commit, Sequence
 from hisparse.tlif import Scorer
 
@@ -50,9 +50,9 @@ class Planner:
             limit = max(0, min(limit, len(importance)))
         plan = plan_blocks(tensor, threshold, config.blgs, geometry.heads * geometry.head_dim, limit)
         self.anchors += int(plan.anchor.sum())
-        self.blocks += plan.n_tiles
+        self.blocks += plan.n_blocks
         if self.keep_plans:
-            self.plans.append((sequence.length - len(importance), plan, tensor))
+            self.plans.append((SINKS + sequence.graduated, plan, tensor))
         if config.evict == "none":
             return np.ones(len(importance), bool)
         return plan.keep.numpy()

@@ -8,14 +8,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.ops.attend import Packed
 from hisparse.ops.unpack import unpack_pages
+from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
 
-def _unpacked(packed: Packed, stats: ChannelStats | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """k, v [H, n * P, D]."""
-    heads, dim = packed.fmt.heads, packed.fmt.head_dim
-    k, v = unpack_pages(packed.pages, stats, packed.fmt, dtype)
-    return k.permute(2, 0, 1, 3).reshape(heads, -1, dim), v.permute(2, 0, 1, 3).reshape(heads, -1, dim)
+def _unpacked(packed: list[Packed], stats: ChannelStats | None, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """k, v [H, n * P, D] of each page format: pages of one format are unpacked in one go, the calls cost more than the bytes."""
+    by_format: dict[PageFormat, list[Tensor]] = {}
+    for part in packed:
+        if part.pages.shape[0]:
+            by_format.setdefault(part.fmt, []).append(part.pages)
+    parts = []
+    for fmt, pages in by_format.items():
+        k, v = unpack_pages(pages[0] if len(pages) == 1 else torch.cat(pages), stats, fmt, dtype)
+        shape = (fmt.heads, -1, fmt.head_dim)
+        parts.append((k.permute(2, 0, 1, 3).reshape(shape), v.permute(2, 0, 1, 3).reshape(shape)))
+    return parts
 
 
 def _causal_tail(chunk: int, total: int, device: torch.device) -> Tensor | None:
@@ -35,7 +43,7 @@ def attend(
     stats: ChannelStats | None,
     scaling: float,
 ) -> Tensor:
-    parts = [_unpacked(part, stats, k.dtype) for part in packed if part.pages.shape[0]]
+    parts = _unpacked(packed, stats, k.dtype)
     keys = torch.cat([*(p[0] for p in parts), dense_k, k], dim=1)
     values = torch.cat([*(p[1] for p in parts), dense_v, v], dim=1)
     chunk, total = q.shape[1], keys.shape[1]
@@ -63,7 +71,7 @@ def attend_recalled(
     stats: ChannelStats,
     scaling: float,
 ) -> Tensor:
-    parts = [_unpacked(part, stats, torch.float32) for part in kept if part.pages.shape[0]]
+    parts = _unpacked(kept, stats, torch.float32)
     keys = torch.cat([*(p[0] for p in parts), dense_k.float(), k.float()], dim=1)
     values = torch.cat([*(p[1] for p in parts), dense_v.float(), v.float()], dim=1)
     (q_heads, chunk, dim), heads = q.shape, k.shape[0]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from hisparse.ops.sketch import STEP, coordinates
 from hisparse.vtq.stats import ChannelStats
+
+TABLE_QUERIES = 8
+"""Up to how many queries a KV head products are looked up in tables on the CPU."""
 
 
 def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, Tensor]:
@@ -33,28 +37,60 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
     width = codes.shape[2] // (2 * heads)
     four, two = 2 * width, 4 * width
     q = queries.float().reshape(heads, count, dim) * scaling
-    offset = torch.einsum("hcd,hd->hc", q, stats.k_mean).flatten()  # the share of the mean key
+    offset = torch.einsum("hcd,hd->hc", q, stats.k_mean)  # the share of the mean key
     q = q @ stats.query_basis[..., : four + two]
-    # The codes stay where they are in their byte (masked, not shifted); the queries are divided by the place value instead.
-    # One matrix product serves all heads: a query's weights sit in its KV head's bytes and are zero elsewhere.
     q[..., :four] *= STEP[4]
     q[..., four:] *= STEP[2]
     middle = 7.5 * q[..., :four].sum(-1) + 1.5 * q[..., four:].sum(-1)
-    flat = codes.reshape(n * rows, 2, heads * width)
-    out: Tensor | None = None
+    if not n:
+        return q.new_empty(q_heads, chunk, 0)
+    flat = codes.reshape(n * rows, 2 * heads * width)
+    product = _by_table if count <= TABLE_QUERIES and not q.is_cuda else _by_matrix
+    out = product(q, flat, width)  # [H, count, nR]: tokens innermost from here on
+    scale = torch.exp2((scales.reshape(n * rows, heads).float() - 128) / 16).t()
+    out.sub_(middle[..., None]).mul_(scale[:, None]).add_(offset[..., None])
+    return out.view(q_heads, chunk, n * rows)
+
+
+def _by_table(q: Tensor, flat: Tensor, width: int) -> Tensor:
+    """Products of q [H, count, C] with the codes in flat [nR, 2 * H * width], float32 [H, count, nR].
+
+    What a byte adds to a score is looked up: its 256 values are multiplied out once. A CPU core sums looked-up rows two to
+    three times faster than it masks, converts and multiplies the same bytes, as long as the rows are short.
+    """
+    heads, count, _ = q.shape
+    byte = torch.arange(256, device=q.device)
+    fours = torch.stack([byte & 15, byte >> 4]).float()  # [2, 256]
+    twos = torch.stack([byte >> shift & 3 for shift in (0, 2, 4, 6)]).float()  # [4, 256]
+    by_plane = q[..., : 2 * width].unflatten(-1, (2, width)), q[..., 2 * width :].unflatten(-1, (4, width))
+    tables = [
+        torch.einsum("hcsi,sb->hibc", coordinates, digits)
+        for coordinates, digits in zip(by_plane, (fours, twos), strict=True)
+    ]
+    table = torch.stack(tables).view(-1, count)  # [2 * H * width * 256, count]
+    index = flat.int().add_(torch.arange(0, len(table), 256, dtype=torch.int32, device=q.device))
+    sums = embedding_bag(index.view(-1, width), table, mode="sum").view(len(flat), 2 * heads * count)
+    high, low = sums.t().contiguous().view(2, heads, count, len(flat))
+    return high.add_(low)
+
+
+def _by_matrix(q: Tensor, flat: Tensor, width: int) -> Tensor:
+    """As :func:`_by_table`, by one matrix product a bit field.
+
+    The codes stay where they are in their byte (masked, not shifted); the queries are divided by the place value instead. One
+    product serves all heads: a query's weights sit in its KV head's bytes and are zero elsewhere.
+    """
+    heads, count, _ = q.shape
+    planes = flat.view(len(flat), 2, heads * width)
+    out = q.new_zeros(len(flat), heads * count)
     for plane, mask, place, first in (
         (0, 0x0F, 1, 0),
         (0, 0xF0, 16, width),
-        (1, 0x03, 1, four),
-        (1, 0x0C, 4, four + width),
-        (1, 0x30, 16, four + 2 * width),
-        (1, 0xC0, 64, four + 3 * width),
+        (1, 0x03, 1, 2 * width),
+        (1, 0x0C, 4, 3 * width),
+        (1, 0x30, 16, 4 * width),
+        (1, 0xC0, 64, 5 * width),
     ):
-        weights = torch.block_diag(*(q[..., first : first + width].mT / place))  # type: ignore[no-untyped-call]  # [H * width, H * count]
-        values = (flat[:, plane] & mask).float()
-        out = values @ weights if out is None else out.addmm_(values, weights)
-    assert out is not None
-    out -= middle.flatten()
-    scale = torch.exp2((scales.reshape(n * rows, heads).float() - 128) / 16)
-    out = out.view(n * rows, heads, count).mul_(scale[..., None]).view(n * rows, heads * count).add_(offset)
-    return out.view(n * rows, q_heads, chunk).permute(1, 2, 0)
+        weights = torch.block_diag(*(q[..., first : first + width].mT / place))  # [H * width, H * count]
+        out.addmm_((planes[:, plane] & mask).float(), weights)
+    return out.t().contiguous().view(heads, count, len(flat))

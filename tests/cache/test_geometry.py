@@ -114,7 +114,8 @@ def test_the_limit_grows_with_the_target_bytes(graduated: int, capacity: float, 
 
 
 def test_sizes_are_those_of_the_formats() -> None:
-    geometry = make()
+    sizes: dict[str, Any] = {"vtq": {"page_size": 8}, "selection": {"row_size": 4}, "tlif": {"prefix_length": 128}}
+    geometry = make(**sizes)
     assert geometry.kept_format == PageFormat(8, 2, 64, 5, 5, 64)
     assert geometry.row_format == PageFormat(4, 2, 64, 5, 5, 64)
     assert geometry.dense_token_bytes == 3 * 2 * 64 * 2 * 2
@@ -122,9 +123,9 @@ def test_sizes_are_those_of_the_formats() -> None:
     assert geometry.slot_bytes == 3 * 2 * 64 * 2 * 2
     assert geometry.aside_token_bytes == 3 * 2 * sketch_bytes(64, 2) + 1
     assert math.isclose(geometry.kept_token_bytes, 3 * geometry.kept_format.page_bytes / 8 + 4.5)
-    raw = make(vtq={"enable_per_block_quant": False})
+    raw = make(vtq={"enable_per_block_quant": False, "page_size": 8})
     assert raw.kept_format == PageFormat.raw(torch.bfloat16, 2, 64, 8)
-    on_device = make(selection={"rows": "device"})
+    on_device = make(selection={"rows": "device", "row_size": 4})
     assert on_device.aside_token_bytes == geometry.aside_token_bytes + 3 * geometry.row_format.page_bytes / 4
     assert make(evict="drop").aside_token_bytes == 0
 

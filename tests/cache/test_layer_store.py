@@ -141,7 +141,7 @@ def test_statistics_are_estimated_from_the_first_tokens_packed_and_kept() -> Non
 
 @pytest.mark.parametrize("rows", ["host", "device"])
 def test_bytes_are_those_of_the_pools(rows: str) -> None:
-    store = store_of(CALIBRATED, selection={"rows": rows})
+    store = store_of(CALIBRATED, selection={"rows": rows, "row_size": 4, "sketch_bits": 2})
     assert sum(store.device_bytes().values()) == store.host_bytes() == 0
     fill(store, [[100, 30], [60]])
     sizes = store.device_bytes()

@@ -68,7 +68,7 @@ def test_decoding_with_recall_follows_the_dense_cache(run: Any, bits: int, rows:
     model, ids, dense = run
     length = ids.shape[1]
     assert 550 < length < 750
-    selection = {"sketch_bits": bits, "rows": rows, "min_tokens": budget, "root_factor": 0.0}
+    selection = {"row_size": 4, "sketch_bits": bits, "rows": rows, "min_tokens": budget, "root_factor": 0.0}
     cache = shipped_cache(model, HiSparseConfig(selection=selection))
     with torch.no_grad():
         model(ids[:, : length - STEPS - 1], past_key_values=cache)

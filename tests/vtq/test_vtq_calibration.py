@@ -165,7 +165,7 @@ def test_damaged_files_are_refused(llama: Any, windows: list[torch.Tensor], tmp_
 
 def test_report_shows_more_bits_as_smaller_errors(llama: Any, windows: list[torch.Tensor]) -> None:
     ids = torch.randint(0, 97, (300,), generator=torch.Generator().manual_seed(3))
-    report = quantisation_report(llama, ids, VtqConfig(), calibrate(llama, windows), queries=8)
+    report = quantisation_report(llama, ids, VtqConfig(page_size=8), calibrate(llama, windows), queries=8)
     by_name = {e.rule.name: e for e in report.rules}
     assert list(by_name) == [rule.name for rule in RULES]
     assert report.rules[0].k.shape == (3, (300 - 4 - 128) // 8, 2)
@@ -213,7 +213,7 @@ def test_block_error_is_the_change_of_the_output_when_that_block_alone_is_packed
 
 def test_a_text_without_a_page_is_refused(llama: Any) -> None:
     with pytest.raises(InputError, match=r"the text has 139 tokens.*give at least 140"):
-        quantisation_report(llama, torch.arange(139) % 97, VtqConfig(), None)
+        quantisation_report(llama, torch.arange(139) % 97, VtqConfig(page_size=8), None)
 
 
 def test_commands_report_bad_input_without_running(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class TlifConfig(_Section):
             value = self.threshold_base * ratio**self.threshold_exponent
         else:
             value = self.threshold_base * self.threshold_scale_factor ** math.log(ratio, 8)
-        return min(value, 1 - 1e-6)
+        return min(float(value), 1 - 1e-6)
 
 
 class BlgsConfig(_Section):
@@ -152,7 +152,8 @@ class HiSparseConfig(_Section):
     def _combination(self) -> HiSparseConfig:
         if self.evict == "drop" and self.prefill.mode == "recall":
             raise ValueError(
-                'evict = "drop" leaves nothing to recall, but prefill.mode = "recall"; use evict = "host" or prefill.mode = "full"'
+                'evict = "drop" leaves nothing to recall, but prefill.mode = "recall"; '
+                'use evict = "host" or prefill.mode = "full"'
             )
         return self
 

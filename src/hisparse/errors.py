@@ -1,7 +1,7 @@
 """Errors raised for bad input; each message names the value that is wrong and what would be right.
 
-The command line turns a :class:`HiSparseError` into one line on stderr and exit code 2. Anything else is a bug and keeps
-its traceback.
+The command line turns a :class:`HiSparseError` into one line on stderr and exit code 2. Anything else is a bug and
+keeps its traceback.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class Geometry:
     def keep_limit(self, context: int, graduated: int, overhead: int) -> int:
         """How many of `graduated` tokens may be kept at a context of `context` tokens.
 
-        `overhead`: device bytes of the sequence that are neither kept tokens nor sketches. Between `budget.min_keep` and
-        `budget.max_keep` of the tokens, whatever the byte target asks for.
+        `overhead`: device bytes of the sequence that are neither kept tokens nor sketches. Between `budget.min_keep`
+        and `budget.max_keep` of the tokens, whatever the byte target asks for.
         """
         budget = self.config.budget
         highest = int(budget.max_keep * graduated)

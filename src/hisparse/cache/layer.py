@@ -1,4 +1,4 @@
-"""One layer's bytes: dense slots, kept pages, rows and sketches; attention over them; and the packing of what leaves the tail."""
+"""One layer's bytes: dense slots, kept pages, rows, sketches; attention over them; packing what leaves the tail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hisparse.ops.sketch import build_sketch, score_sketch
 from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats, estimate_stats
 
-# Queries that are scored and recalled together when a chunk attends token by token: bounds the memory of the gathered rows.
+# Queries that are scored and recalled together when a chunk attends token by token: bounds the memory of the gathered
+# rows.
 QUERY_TILE = 16
 
 

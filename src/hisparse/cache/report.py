@@ -10,9 +10,9 @@ from typing import Any
 class CacheReport:
     """Bytes and tokens of a whole cache (all sequences, all layers that HiSparse holds).
 
-    dense_bytes: what the same tokens take in a dense bf16 cache. gpu_bytes: what lies on the device (the CPU, on a machine
-    without GPU), with tables, sketches, tail and spare rows. capacity: the first over the second. Channel statistics and the
-    scorer's weights belong to the model, not to a context: `model_bytes`, not part of gpu_bytes.
+    dense_bytes: what the same tokens take in a dense bf16 cache. gpu_bytes: what lies on the device (the CPU, on a
+    machine without GPU), with tables, sketches, tail and spare rows. capacity: the first over the second. Channel
+    statistics and the scorer's weights belong to the model, not to a context: `model_bytes`, not part of gpu_bytes.
     """
 
     dense_bytes: int

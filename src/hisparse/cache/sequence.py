@@ -20,7 +20,10 @@ UNDECIDED, KEEP, ASIDE = 0, 1, 2
 
 @dataclass(frozen=True)
 class View:
-    """What a sequence held before a chunk: every layer attends to this, though the first layer has moved the sequence on."""
+    """What a sequence held before a chunk.
+
+    Every layer attends to this, though the first layer has moved the sequence on.
+    """
 
     length: int
     slots: int
@@ -145,11 +148,15 @@ class Sequence:
         return 4 * (len(self.pages) + len(self.rows)) + 4 * sum(len(p) for p in self.kept)
 
     def check(self) -> str:
-        """Every position is in exactly one place; returns the arithmetic, raises AssertionError where it does not add up."""
+        """Every position is in exactly one place; returns the arithmetic.
+
+        Raises AssertionError where it does not add up.
+        """
         dense, kept, aside = self.positions()
         text = (
-            f"{self.length} tokens = {len(dense)} dense + {len(kept)} kept in {len(self.pages)} pages of {self.page_size} "
-            f"+ {len(aside)} set aside in {len(self.rows)} rows of {self.row_size} + {self.dropped} dropped"
+            f"{self.length} tokens = {len(dense)} dense + {len(kept)} kept in {len(self.pages)} pages of "
+            f"{self.page_size} + {len(aside)} set aside in {len(self.rows)} rows of {self.row_size} + "
+            f"{self.dropped} dropped"
         )
         together = np.sort(np.concatenate([dense, kept, aside]))
         unique = len(np.unique(together)) == len(together)

@@ -295,9 +295,10 @@ def load_calibration(path: str | Path, identity: ModelIdentity | None) -> list[C
     basis = tensor("key_basis")
     try:
         return [
-            ChannelStats(*(f[i] for f in fields), order=order[i], key_basis=basis[i].float()) for i in range(len(order))
+            ChannelStats(k_mean, k_scale, v_mean, v_scale, order[i], basis[i].float())
+            for i, (k_mean, k_scale, v_mean, v_scale) in enumerate(zip(*fields, strict=True))
         ]
-    except (FormatError, IndexError) as error:
+    except (FormatError, IndexError, ValueError) as error:
         raise ModelError(
             f"calibration file {path}: damaged ({error}); make it anew with `hisparse calibrate`"
         ) from None

@@ -43,8 +43,8 @@ class ChannelStats:
 
     ``order[i]`` is the channel stored at place i of K: its first D/2 entries are the channels that RoPE rotates
     slowest. V keeps its order. `key_basis`, float32 [H, D, D], is the basis of the sketches (see
-    :mod:`hisparse.vtq.basis`); None takes the normalised channels as they are. Raises FormatError for shapes that differ, a scale that is not positive, or an order
-    that is not a permutation.
+    :mod:`hisparse.vtq.basis`); None takes the normalised channels as they are. Raises FormatError for shapes that
+    differ, a scale that is not positive, or an order that is not a permutation.
     """
 
     k_mean: Tensor
@@ -97,8 +97,9 @@ class ChannelStats:
 
     @cached_property
     def query_basis(self) -> Tensor:
-        """float32 [H, D, D]: ``q @ query_basis`` are a query's coordinates; their products with the keys' are scores."""
-        return torch.linalg.inv(self.sketch_basis.double()).mT.float().contiguous()
+        """float32 [H, D, D]: ``q @ query_basis`` are a query's coordinates; products with the keys' are scores."""
+        inverse: Tensor = torch.linalg.inv(self.sketch_basis.double())
+        return inverse.mT.float().contiguous()
 
     @property
     def nbytes(self) -> int:
@@ -121,9 +122,11 @@ class ChannelStats:
         """The same statistics on `device`; self where they are there already."""
         if self.k_mean.device == torch.device(device):
             return self
-        here = (self.k_mean, self.k_scale, self.v_mean, self.v_scale, self.order)
+        k_mean, k_scale = self.k_mean.to(device), self.k_scale.to(device)
         basis = None if self.key_basis is None else self.key_basis.to(device)
-        return ChannelStats(*(tensor.to(device) for tensor in here), key_basis=basis)
+        return ChannelStats(
+            k_mean, k_scale, self.v_mean.to(device), self.v_scale.to(device), self.order.to(device), basis
+        )
 
 
 def channel_order(config: Any, head_dim: int | None = None) -> Tensor:

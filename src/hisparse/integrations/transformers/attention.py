@@ -70,8 +70,8 @@ def hisparse_mask(
 def _mask_4d(mask: Tensor | None, causal: bool, chunk: int, total: int, device: torch.device) -> Tensor | None:
     """The bool [B, 1, T, N] form of what `hisparse_mask` returned.
 
-    Rows that see nothing see everything (and are discarded). None stays None where sdpa's own causal flag means the same
-    (it aligns the diagonal to the upper left), and where the module is not `causal`, as cross-attention.
+    Rows that see nothing see everything (and are discarded). None stays None where sdpa's own causal flag means the
+    same (it aligns the diagonal to the upper left), and where the module is not `causal`, as cross-attention.
     """
     if mask is not None and mask.ndim == 4:
         return mask
@@ -111,7 +111,8 @@ def hisparse_attention(
     for name in CHANGES_SCORES:
         if kwargs.get(name) is not None:
             raise UnsupportedError(
-                f"{type(module).__name__} passes {name} to attention, which HiSparse does not implement; use the stock cache"
+                f"{type(module).__name__} passes {name} to attention, which HiSparse does not implement; "
+                "use the stock cache"
             )
     if dropout > 0.0:
         raise UnsupportedError(f"attention dropout {dropout} with a HiSparse cache; call model.eval() first")
@@ -121,7 +122,8 @@ def hisparse_attention(
         )
     if attention_mask is not None and attention_mask.ndim != 2:
         raise UnsupportedError(
-            f"a custom attention mask of shape {tuple(attention_mask.shape)}; HiSparse attends causally, with a 2-D padding mask"
+            f"a custom attention mask of shape {tuple(attention_mask.shape)}; HiSparse attends causally, with a 2-D "
+            "padding mask"
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

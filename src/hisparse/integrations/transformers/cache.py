@@ -31,7 +31,7 @@ STOPPED = "an earlier forward pass stopped half-way, so the layers of this cache
 
 
 class _ConfigOf:
-    """Weak reference to a model's configuration: a deep copy of the cache keeps it, a pickled cache leaves it behind."""
+    """Weak reference to a model's configuration: a deep copy of the cache keeps it, a pickle leaves it behind."""
 
     def __init__(self, config: Any) -> None:
         self._reference = None if config is None else weakref.ref(config)
@@ -90,15 +90,15 @@ class _Shared:
         """
         if self.values is None:
             raise UnsupportedError(
-                "layer 0 did not pass its values to the cache in this forward pass; HiSparse needs a decoder whose first "
-                "layer caches keys and values"
+                "layer 0 did not pass its values to the cache in this forward pass; HiSparse needs a decoder whose "
+                "first layer caches keys and values"
             )
         columns: list[Tensor | None] = [None] * batch
         if mask is not None:
             if mask.shape[1] != self.seen + chunk:
                 raise InputError(
-                    f"attention_mask has {mask.shape[1]} columns, but {self.seen} tokens are cached and {chunk} are new; "
-                    f"pass all {self.seen + chunk}"
+                    f"attention_mask has {mask.shape[1]} columns, but {self.seen} tokens are cached and {chunk} are "
+                    f"new; pass all {self.seen + chunk}"
                 )
             for row, real in enumerate(mask[:, -chunk:].bool()):
                 if not bool(real.all()):
@@ -267,12 +267,12 @@ class HiSparseCache(Cache):  # type: ignore[misc]
 
     Parameters
     ----------
-    model: a decoder with full or mixed full and sliding-window attention, set to the `hisparse` attention implementation
-        (``model.set_attn_implementation("hisparse")``). Sliding-window layers keep their stock dense cache.
+    model: a decoder with full or mixed full and sliding-window attention, set to the `hisparse` attention
+        implementation (``model.set_attn_implementation("hisparse")``). Sliding-window layers keep their stock cache.
     config: default configuration if None.
-    tlif, calibration: files made by `hisparse distill` and `hisparse calibrate`; the ones that ship with HiSparse are found
-        by themselves. Without a TLIF an untrained scorer is used, without a calibration the statistics of the first packed
-        tokens; both are announced by a warning.
+    tlif, calibration: files made by `hisparse distill` and `hisparse calibrate`; the ones that ship with HiSparse are
+        found by themselves. Without a TLIF an untrained scorer is used, without a calibration the statistics of the
+        first packed tokens; both are announced by a warning.
     keep_plans: keep every block plan for pictures and inspection (off: only counts are kept).
 
     Raises
@@ -281,8 +281,8 @@ class HiSparseCache(Cache):  # type: ignore[misc]
     FormatError: a head size that pages or sketches cannot hold.
     ModelError: TLIF or calibration of another model. ConfigError: `hidden_size` differs from the weights'.
 
-    One cache serves one batch of sequences, over any number of `generate` calls; `reset()` empties it. Beam search, assisted
-    decoding, cropping and reordering raise UnsupportedError.
+    One cache serves one batch of sequences, over any number of `generate` calls; `reset()` empties it. Beam search,
+    assisted decoding, cropping and reordering raise UnsupportedError.
     """
 
     def __init__(
@@ -297,7 +297,8 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         text = model.config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
             raise UnsupportedError(
-                f'the model uses attention "{text._attn_implementation}"; call model.set_attn_implementation("{NAME}") first'
+                f'the model uses attention "{text._attn_implementation}"; '
+                f'call model.set_attn_implementation("{NAME}") first'
             )
         if self.config.hidden_size not in (None, text.hidden_size):
             raise ConfigError(
@@ -461,7 +462,7 @@ def _layer_kinds(text: Any) -> list[str]:
         )
     if "full_attention" not in kinds:
         raise UnsupportedError(
-            f"every layer of this {text.model_type} has a sliding window of {text.sliding_window} tokens: its cache does not "
-            "grow with the context, so there is nothing to save; use the stock cache"
+            f"every layer of this {text.model_type} has a sliding window of {text.sliding_window} tokens: its cache "
+            "does not grow with the context, so there is nothing to save; use the stock cache"
         )
     return list(kinds)

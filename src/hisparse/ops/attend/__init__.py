@@ -1,4 +1,4 @@
-"""Attention of a chunk of queries over everything a layer holds, in one softmax: dense slots, kept pages, rows, the chunk."""
+"""Attention of a chunk over everything a layer holds, in one softmax: dense slots, kept pages, rows, the chunk."""
 
 from __future__ import annotations
 

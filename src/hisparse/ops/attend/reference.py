@@ -13,7 +13,7 @@ from hisparse.vtq.stats import ChannelStats
 
 
 def _unpacked(packed: list[Packed], stats: ChannelStats | None, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """k, v [H, n * P, D] of each page format: pages of one format are unpacked in one go, the calls cost more than the bytes."""
+    """k, v [H, n * P, D] of each page format: pages of one format go together, for calls cost more than bytes."""
     by_format: dict[PageFormat, list[Tensor]] = {}
     for part in packed:
         if part.pages.shape[0]:
@@ -86,6 +86,6 @@ def attend_recalled(
     own_v = own_v.reshape(chunk, -1, heads, dim)
     own = torch.einsum("hgtd,tnhd->hgtn", grouped, own_k)
     weights = torch.cat([shared, own], dim=-1).softmax(-1)
-    w_shared, w_own = weights.split([shared.shape[-1], own.shape[-1]], dim=-1)
+    w_shared, w_own = weights[..., : shared.shape[-1]], weights[..., shared.shape[-1] :]
     out = torch.einsum("hgtn,hnd->hgtd", w_shared, values) + torch.einsum("hgtn,tnhd->hgtd", w_own, own_v)
     return out.reshape(q_heads, chunk, dim).to(q.dtype)

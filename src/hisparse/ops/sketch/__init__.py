@@ -1,13 +1,13 @@
 """Sketches: the few bits of a key that stay on the device when its token is set aside, and the scores read from them.
 
-A key is written in the layer's sketch basis (see :mod:`hisparse.vtq.basis`), whose first coordinates matter most to the scores. With
-b bits a channel on average (1 or 2), the first ``D * b / 8`` coordinates get four bits, the next ``D * b / 4`` get two, and the rest
-none. Each is divided by the token's own root mean square and rounded to uniform levels ``(code - (levels - 1) / 2) * STEP``;
-one more byte holds that root mean square as ``round(16 * log2(rms)) + 128``.
+A key is written in the layer's sketch basis (see :mod:`hisparse.vtq.basis`), whose first coordinates matter most to the
+scores. With b bits a channel on average (1 or 2), the first ``D * b / 8`` coordinates get four bits, the next ``D * b /
+4`` get two, and the rest none. Each is divided by the token's own root mean square and rounded to uniform levels
+``(code - (levels - 1) / 2) * STEP``; one more byte holds that root mean square as ``round(16 * log2(rms)) + 128``.
 
-Layout: codes uint8 [rows, R, H * D * b / 8]: for all heads [H, D * b / 16] bytes of four-bit codes (byte i: coordinate i low,
-coordinate ``i + D * b / 16`` high), then for all heads [H, D * b / 16] bytes of two-bit codes (byte i at bit ``2 * s``: coordinate
-``s * (D * b / 16) + i`` of its group). scales uint8 [rows, R, H].
+Layout: codes uint8 [rows, R, H * D * b / 8]: for all heads [H, D * b / 16] bytes of four-bit codes (byte i: coordinate
+i low, coordinate ``i + D * b / 16`` high), then for all heads [H, D * b / 16] bytes of two-bit codes (byte i at bit ``2
+* s``: coordinate ``s * (D * b / 16) + i`` of its group). scales uint8 [rows, R, H].
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def coordinates(head_dim: int, bits: int) -> tuple[int, int]:
         other = "selection.sketch_bits = 2, " if head_dim % 8 == 0 else ""
         raise FormatError(
             f"head_dim {head_dim} with selection.sketch_bits = {bits}: a sketch of 1 bit a channel needs a multiple of "
-            f'16 channels, of 2 bits a multiple of 8; use {other}evict = "none" or evict = "drop", which need no sketches'
+            f'16 channels, of 2 bits a multiple of 8; use {other}evict = "none" or evict = "drop", which need no '
+            "sketches"
         )
     return head_dim * bits // 8, head_dim * bits // 4
 

@@ -23,7 +23,7 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     exponent = x.square().mean(-1).clamp_min_(2.0**-15).log2_().mul_(8).round_().add_(128).clamp_(0, 255)
     x = x.mul_(torch.exp2((128 - exponent) / 16)[..., None]).transpose(0, 1)  # [nR, H, C]
     a = (x[..., :four] / STEP[4] + 8).floor_().clamp_(0, 15).to(torch.uint8)
-    b = (x[..., four:] / STEP[2] + 2).floor_().clamp_(0, 3).to(torch.uint8).unflatten(-1, (4, width))  # type: ignore[no-untyped-call]
+    b = (x[..., four:] / STEP[2] + 2).floor_().clamp_(0, 3).to(torch.uint8).view(-1, heads, 4, width)
     high = a[..., :width] | a[..., width:] << 4
     low = b[..., 0, :] | b[..., 1, :] << 2 | b[..., 2, :] << 4 | b[..., 3, :] << 6
     codes = torch.cat([high.flatten(1), low.flatten(1)], dim=1)
@@ -55,14 +55,14 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
 def _by_table(q: Tensor, flat: Tensor, width: int) -> Tensor:
     """Products of q [H, count, C] with the codes in flat [nR, 2 * H * width], float32 [H, count, nR].
 
-    What a byte adds to a score is looked up: its 256 values are multiplied out once. A CPU core sums looked-up rows two to
-    three times faster than it masks, converts and multiplies the same bytes, as long as the rows are short.
+    What a byte adds to a score is looked up: its 256 values are multiplied out once. A CPU core sums looked-up rows
+    faster than it masks, converts and multiplies the same bytes, as long as the rows are short.
     """
     heads, count, _ = q.shape
     byte = torch.arange(256, device=q.device)
     fours = torch.stack([byte & 15, byte >> 4]).float()  # [2, 256]
     twos = torch.stack([byte >> shift & 3 for shift in (0, 2, 4, 6)]).float()  # [4, 256]
-    by_plane = q[..., : 2 * width].unflatten(-1, (2, width)), q[..., 2 * width :].unflatten(-1, (4, width))
+    by_plane = q[..., : 2 * width].reshape(heads, count, 2, width), q[..., 2 * width :].reshape(heads, count, 4, width)
     tables = [
         torch.einsum("hcsi,sb->hibc", coordinates, digits)
         for coordinates, digits in zip(by_plane, (fours, twos), strict=True)
@@ -70,15 +70,15 @@ def _by_table(q: Tensor, flat: Tensor, width: int) -> Tensor:
     table = torch.stack(tables).view(-1, count)  # [2 * H * width * 256, count]
     index = flat.int().add_(torch.arange(0, len(table), 256, dtype=torch.int32, device=q.device))
     sums = embedding_bag(index.view(-1, width), table, mode="sum").view(len(flat), 2 * heads * count)
-    high, low = sums.t().contiguous().view(2, heads, count, len(flat))
-    return high.add_(low)
+    planes = sums.t().contiguous().view(2, heads, count, len(flat))
+    return planes[0].add_(planes[1])
 
 
 def _by_matrix(q: Tensor, flat: Tensor, width: int) -> Tensor:
     """As :func:`_by_table`, by one matrix product a bit field.
 
-    The codes stay where they are in their byte (masked, not shifted); the queries are divided by the place value instead. One
-    product serves all heads: a query's weights sit in its KV head's bytes and are zero elsewhere.
+    The codes stay where they are in their byte (masked, not shifted); the queries are divided by the place value
+    instead. One product serves all heads: a query's weights sit in its KV head's bytes and are zero elsewhere.
     """
     heads, count, _ = q.shape
     planes = flat.view(len(flat), 2, heads * width)
@@ -91,6 +91,15 @@ def _by_matrix(q: Tensor, flat: Tensor, width: int) -> Tensor:
         (1, 0x30, 16, 4 * width),
         (1, 0xC0, 64, 5 * width),
     ):
-        weights = torch.block_diag(*(q[..., first : first + width].mT / place))  # [H * width, H * count]
+        weights = _block_diagonal(q[..., first : first + width].mT / place)  # [H * width, H * count]
         out.addmm_((planes[:, plane] & mask).float(), weights)
     return out.t().contiguous().view(heads, count, len(flat))
+
+
+def _block_diagonal(blocks: Tensor) -> Tensor:
+    """[H, a, b] -> [H * a, H * b] with the blocks on its diagonal."""
+    heads, a, b = blocks.shape
+    out = blocks.new_zeros(heads, a, heads, b)
+    index = torch.arange(heads, device=blocks.device)
+    out[index, :, index] = blocks
+    return out.view(heads * a, heads * b)

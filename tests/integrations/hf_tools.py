@@ -101,12 +101,12 @@ class Watcher:
     """Recomputes the attention of every HiSparse layer from what the pools hold, and compares.
 
     Every key and value is recorded as it arrives. Before each chunk the past is put together by position: what is
-    dense from the record, what is packed from the pools, what is gone nowhere. `chosen(layer)` tells which rows a query
-    reads; all where it returns None.
+    dense from the record, what is packed from the pools, what is gone nowhere. `chosen(row)` tells which rows the
+    queries of a batch row read; all where it returns None.
     """
 
     tolerance: float = 2e-5
-    chosen: Callable[[int], list[Tensor] | None] = lambda layer: None
+    chosen: Callable[[int], list[Tensor] | None] = lambda row: None
     compared: int = 0
     worst: float = 0.0
     record: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Watcher:
             [k, v] if exact is None else [torch.cat(p, 1) for p in zip(exact, (k, v), strict=True)]
         )
         past_k, past_v, held, rows = past
-        chosen = self.chosen(layer.index) if rows else None
+        chosen = self.chosen(row) if rows else None
         new_k, new_v = k.double().numpy(), v.double().numpy()
         heads, chunk = len(k), q.shape[1]
         for t in range(chunk):

@@ -106,7 +106,9 @@ def test_any_pieces_give_the_logits_of_one(cuts: list[int], kind: str, seed: int
     torch.testing.assert_close(torch.cat(pieces, 1), want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("config", [RAW, settings_of(selection={"min_tokens": 24})], ids=["raw", "packed"])
+@pytest.mark.parametrize(
+    "config", [RAW, settings_of(selection={"min_tokens": 24, "root_factor": 0.0})], ids=["raw", "packed"]
+)
 def test_each_sequence_of_a_batch_gives_what_it_gives_alone(config: Any) -> None:
     model, lengths = tiny(), (40, 130, 77)
     texts = [prompt(n, seed=n)[0] for n in lengths]
@@ -137,7 +139,7 @@ def test_each_sequence_of_a_batch_gives_what_it_gives_alone(config: Any) -> None
 
 
 def test_forks_are_independent() -> None:
-    for config in (RAW, settings_of(selection={"min_tokens": 24})):
+    for config in (RAW, settings_of(selection={"min_tokens": 24, "root_factor": 0.0})):
         model, ids = tiny("gemma3_text"), prompt(90)
         cache = cache_for(model, config)
         with torch.no_grad():
@@ -156,7 +158,7 @@ def test_forks_are_independent() -> None:
 
 
 def test_a_cache_saved_to_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
-    model, ids, config = tiny("gemma3_text"), prompt(120), settings_of(selection={"min_tokens": 24})
+    model, ids, config = tiny("gemma3_text"), prompt(120), settings_of(selection={"min_tokens": 24, "root_factor": 0.0})
     cache = cache_for(model, config)
     with torch.no_grad():
         model(ids[:, :-1], past_key_values=cache)
@@ -170,7 +172,7 @@ def test_inference_mode_may_come_and_go() -> None:
     model, pieces = tiny(), prompt(300).split([80, 30, 1, 100, 1, 88], 1)
     outputs = []
     for modes in (["no"] * 6, ["inference", "no"] * 3, ["inference", "grad"] * 3, ["grad", "inference"] * 3):
-        cache = cache_for(model, settings_of(selection={"min_tokens": 24}))
+        cache = cache_for(model, settings_of(selection={"min_tokens": 24, "root_factor": 0.0}))
         logits = []
         for mode, piece in zip(modes, pieces, strict=True):
             with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
@@ -223,9 +225,9 @@ def test_reset_gives_a_fresh_cache() -> None:
 
 def test_gradients_reach_the_chunk_and_not_the_cache() -> None:
     model = tiny()
-    cache = cache_for(model, settings_of(selection={"min_tokens": 8}))
+    cache = cache_for(model, settings_of(selection={"min_tokens": 8, "root_factor": 0.0}))
     with torch.no_grad():
-        free = cache_for(model, settings_of(selection={"min_tokens": 8}))
+        free = cache_for(model, settings_of(selection={"min_tokens": 8, "root_factor": 0.0}))
         want = [model(p, past_key_values=free).logits for p in prompt(120).split([90, 20, 10], 1)]
     for piece, logits in zip(prompt(120).split([90, 20, 10], 1), want, strict=True):
         out = model(piece, past_key_values=cache).logits

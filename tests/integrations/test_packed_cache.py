@@ -86,28 +86,38 @@ def long_prefill_recalls(**selection: Any) -> HiSparseConfig:
     ids=["recall", "one bit on the device", "rows of five", "full prefill, short questions recall"],
 )
 def test_each_query_attends_to_the_rows_chosen_for_it(config: HiSparseConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    choices: list[Tensor] = []
+    chosen: dict[int, list[Tensor]] = {}  # by batch row, of the layer at work
     original, original_attend = hisparse.cache.layer.select_rows, LayerStore.attend
 
     def spy(scores: Tensor, row_size: int, count: int) -> Tensor:
-        choices.append(original(scores, row_size, count))
-        return choices[-1]
+        chosen[next(reversed(chosen))].append(original(scores, row_size, count))
+        return chosen[next(reversed(chosen))][-1]
 
     def attend(store: LayerStore, *args: Any) -> Tensor:
-        choices.clear()
+        if args[3] == 0:
+            chosen.clear()
+        chosen[args[3]] = []
         return original_attend(store, *args)
 
     monkeypatch.setattr(hisparse.cache.layer, "select_rows", spy)
     monkeypatch.setattr(LayerStore, "attend", attend)
-    Watcher(chosen=lambda layer: choices or None).install(monkeypatch)
-    model = tiny()
-    cache = cache_for(model, config)
-    talk(model, cache)
-    row = config.selection.row_size
-    recall = cache.report().recall
-    assert recall["tokens"] == recall["rows"] * row
-    assert recall["bytes"] == recall["rows"] * cache.geometry.row_format.page_bytes
-    assert all(len(set(c.tolist())) == len(c) <= -(-12 // row) for c in choices)
+    watcher = Watcher(chosen=lambda row: chosen.get(row) or None).install(monkeypatch)
+    model, row = tiny(), config.selection.row_size
+    for batch in (1, 3):  # the pages of several sequences lie among each other
+        watcher.record.clear()
+        cache = cache_for(model, config)
+        with torch.no_grad():
+            for piece in prompt(190, batch, seed=1).split([100, 60, 9, 1, 1, 1, 12, 6], 1):
+                model(piece, past_key_values=cache)
+        cache.check_integrity()
+        recall = cache.report().recall
+        assert recall["rows"] > 0
+        assert recall["tokens"] == recall["rows"] * row
+        assert recall["bytes"] == recall["rows"] * cache.geometry.row_format.page_bytes
+        assert len(chosen) == batch
+        for choices in chosen.values():
+            assert len(choices) == 6  # one set for each token of the last piece
+            assert all(len(set(c.tolist())) == len(c) == -(-12 // row) for c in choices)
 
 
 def test_a_budget_that_covers_all_rows_recalls_what_full_prefill_reads() -> None:

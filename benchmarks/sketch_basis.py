@@ -2,10 +2,10 @@
 
     python benchmarks/sketch_basis.py --text book.txt --json benchmarks/results/sketch-basis.json
 
-Runs a model over a text, takes the queries of its last tokens and the keys of all earlier ones, and reports, over layers:
-the standard deviation of (estimated - exact) scores, and the share of the attention mass on set-aside tokens that a budget
-of recalled tokens misses, beside the mass an oracle with exact scores would miss. The Hadamard baseline normalises channels,
-rotates, and rounds every channel to the same number of bits.
+Runs a model over a text, takes the queries of its last tokens and the keys of all earlier ones, and reports, over
+layers: the standard deviation of (estimated - exact) scores, and the share of the attention mass on set-aside tokens
+that a budget of recalled tokens misses, beside the mass an oracle with exact scores would miss. The Hadamard baseline
+normalises channels, rotates, and rounds every channel to the same number of bits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def capture(model: Any, ids: Tensor) -> dict[int, tuple[Tensor, Tensor, float]]:
 
 
 def hadamard(q: Tensor, k: Tensor, stats: ChannelStats, scaling: float, bits: int) -> Tensor:
-    """Scores [Hq, T, n] from normalised, rotated, uniformly rounded keys k [H, n, D]; scale exact for the key itself."""
+    """Scores [Hq, T, n] from normalised, rotated, rounded keys k [H, n, D]; scale exact for the key itself."""
     heads, _, dim = k.shape
     matrix = torch.ones(1, 1)
     while len(matrix) < dim:

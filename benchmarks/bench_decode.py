@@ -1,19 +1,19 @@
 """Speed of decode attention over packed pages against dense attention: ``python benchmarks/bench_decode.py``.
 
-Everything is measured in one run on one card: the result is checked against float64 first (a wrong one prints no speed),
-then timed as replays of a CUDA graph that rotates over buffers together larger than the L2 cache, beside
+Everything is measured in one run on one card: the result is checked against float64 first (a wrong one prints no
+speed), then timed as replays of a CUDA graph that rotates over buffers together larger than the L2 cache, beside
 `scaled_dot_product_attention(enable_gqa=True)` on dense bfloat16 K and V of the same tokens and beside the card's read
-bandwidth.
-"""
+bandwidth."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,9 @@ class Layer:
         return Pages(self.pool, table.contiguous(), count, self.fmt)
 
 
-def make_layer(shape: tuple[int, int, int], context: int, page_size: int, device: torch.device) -> Layer:
-    """Keys with channels of large constant offsets and unequal spread, values with some; a few needles that q turns to."""
+def make_layer(shape: tuple[int, int, int], context: int, page_size: int, group: int, device: torch.device) -> Layer:
+    """Keys with channels of large constant offsets and unequal spread, values with some; a few needles that q turns
+    to."""
     q_heads, heads, dim = shape
     make = torch.Generator(device).manual_seed(1)
 
@@ -123,7 +124,7 @@ def make_layer(shape: tuple[int, int, int], context: int, page_size: int, device
     offset[0, :, :, ::9] *= 20
     q = normal(1, q_heads, dim).to(torch.bfloat16)
     k, v = (torch.empty(1, heads, context, dim, dtype=torch.bfloat16, device=device) for _ in range(2))
-    fmt = PageFormat(page_size, heads, dim, 5, 5, min(64, dim))
+    fmt = PageFormat(page_size, heads, dim, 5, 5, min(group, dim))
     order = torch.argsort(torch.arange(dim, device=device) // (dim // 4) % 2, descending=True, stable=True)
     table = torch.randperm(context // page_size, generator=make, device=device).int()
     pool = torch.empty(context // page_size, fmt.page_bytes, dtype=torch.uint8, device=device)
@@ -171,7 +172,9 @@ def exact(layer: Layer, pages: Pages, scaling: float) -> Tensor:
     return (weights[..., None] * torch.stack([c[1] for c in chunks])).sum(0).view(q_heads, dim)
 
 
-def run(layer: Layer, pages: Pages, length: Tensor, scaling: float, split: str | None, tuning: Tuning | None) -> DecodeResult:
+def run(
+    layer: Layer, pages: Pages, length: Tensor, scaling: float, split: str | None, tuning: Tuning | None
+) -> DecodeResult:
     return decode_attention(
         layer.q, *layer.dense, length, pages, None, layer.stats, scaling, None, None, False, split, tuning
     )
@@ -184,7 +187,7 @@ def bench(
     bandwidth: float,
     split: str | None,
     tunings: list[Tuning | None],
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One row for each tuning that gives the right result; raises RuntimeError for one that does not."""
     dim = layer.q.shape[2]
     scaling = dim**-0.5
@@ -205,7 +208,6 @@ def bench(
     ]
     dense_ms = milliseconds(dense_calls)
     want = exact(layer, pages[0], scaling)
-    rows = []
     for tuning in tunings:
         try:
             got = run(layer, pages[0], length, scaling, split, tuning).out[0].double()
@@ -214,29 +216,29 @@ def bench(
             continue
         error = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
         if not error <= TOLERANCE:
-            raise RuntimeError(f"{name} {context} {tuning}: relative error {error:.2e} > {TOLERANCE:.0e}; no speed is given")
+            raise RuntimeError(
+                f"{name} {context} {tuning}: relative error {error:.2e} > {TOLERANCE:.0e}; no speed is given"
+            )
         calls = [functools.partial(run, layer, p, length, scaling, split, tuning) for p in pages]
         ms = milliseconds(calls)
         size = pages[0].table.shape[1] * layer.fmt.page_bytes + layer.dense[0].nbytes * 2
-        rows.append(
-            {
-                "bench": "decode",
-                "shape": name,
-                "context": context,
-                "batch": 1,
-                "capacity": round(context * layer.fmt.heads * dim * 4 / size, 3),
-                "page_size": layer.fmt.tokens,
-                "split": split or "any",
-                "ms": round(ms, 5),
-                "dense_ms": round(dense_ms, 5),
-                "speedup": round(dense_ms / ms, 3),
-                "bytes": size,
-                "bandwidth_fraction": round(size / ms * 1e3 / bandwidth, 4),
-                "error": float(f"{error:.2e}"),
-                "tuning": str(tuning or Tuning()),
-            }
-        )
-    return rows
+        yield {
+            "bench": "decode",
+            "shape": name,
+            "context": context,
+            "batch": 1,
+            "capacity": round(context * layer.fmt.heads * dim * 4 / size, 3),
+            "page_size": layer.fmt.tokens,
+            "group": layer.fmt.group,
+            "split": split or "any",
+            "ms": round(ms, 5),
+            "dense_ms": round(dense_ms, 5),
+            "speedup": round(dense_ms / ms, 3),
+            "bytes": size,
+            "bandwidth_fraction": round(size / ms * 1e3 / bandwidth, 4),
+            "error": float(f"{error:.2e}"),
+            "tuning": str(tuning or Tuning()),
+        }
 
 
 def save(rows: list[dict[str, Any]], bandwidth: float, folder: Path, commit: str) -> Path:
@@ -262,8 +264,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["glm4-9b-1m", "llama3.1-8b"], choices=list(SHAPES))
     parser.add_argument("--contexts", nargs="*", type=int, default=[1 << 17, 1 << 20])
     parser.add_argument("--page-sizes", nargs="*", type=int, default=[8, 64])
+    parser.add_argument("--groups", nargs="*", type=int, default=[64], help="channels that share a step and a zero")
     parser.add_argument("--split", default="rope", choices=["rope", "any"])
-    parser.add_argument("--tune", nargs="*", default=[], help="block,warps,stages,programs[,registers] of variants to time")
+    parser.add_argument(
+        "--tune", nargs="*", default=[], help="block,warps,stages,programs[,registers] of variants to time"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", default=None)
     arguments = parser.parse_args()
@@ -276,19 +281,19 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
     rows = []
     for name in arguments.shapes:
-        for page_size in arguments.page_sizes:
-            layer = make_layer(SHAPES[name], max(arguments.contexts), page_size, device)
+        for page_size, group in itertools.product(arguments.page_sizes, arguments.groups):
+            layer = make_layer(SHAPES[name], max(arguments.contexts), page_size, group, device)
             for context in arguments.contexts:
                 split = None if arguments.split == "any" else arguments.split
-                new = bench(name, layer, context, bandwidth, split, tunings)
-                for row in new:
+                for row in bench(name, layer, context, bandwidth, split, tunings):
+                    rows.append(row)
                     print(
-                        f"{name:12s} {context:8d} page {page_size:2d} {row['ms']:8.4f} ms, dense {row['dense_ms']:.4f}: "
+                        f"{name:12s} {context:8d} page {page_size:2d} group {group:3d} {row['ms']:8.4f} ms, "
+                        f"dense {row['dense_ms']:.4f}: "
                         f"{row['speedup']:5.2f} x, {100 * row['bandwidth_fraction']:5.1f} % of read, "
                         f"error {row['error']:.1e} {row['tuning'] if arguments.tune else ''}",
                         flush=True,
                     )
-                rows += new
             del layer
     print("written to", save(rows, bandwidth, arguments.out, commit))
 

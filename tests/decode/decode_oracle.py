@@ -1,4 +1,5 @@
-"""Decode attention, independently: pages read value by value, float64, one query at a time. And inputs to compare on."""
+"""Decode attention, independently: pages read value by value, float64, one query at a time. And inputs to compare
+on."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vtq"))
 import vtq_oracle
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5, torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
-"""Largest relative error of the output, in the Euclidean norm over a head. float64 is limited by the float32 statistics."""
+"""Largest relative error of the output, in the Euclidean norm over a head. float64 is limited by the float32
+statistics."""
 
 
 @dataclass
@@ -57,7 +59,10 @@ def make_pages(
     total, width = sum(counts), max([*counts, 1]) + 1
     shape = (total, fmt.tokens, fmt.heads, fmt.head_dim)
     k = torch.randn(shape, generator=rng) * stats.k_scale + stats.k_mean
-    v = torch.randn(shape, generator=rng) * stats.v_scale * (1 + torch.arange(total).view(-1, 1, 1, 1) % 3) + stats.v_mean
+    v = (
+        torch.randn(shape, generator=rng) * stats.v_scale * (1 + torch.arange(total).view(-1, 1, 1, 1) % 3)
+        + stats.v_mean
+    )
     pool = torch.full((2 * total + 1, fmt.page_bytes), 0xFF, dtype=torch.uint8)
     ids = torch.randperm(2 * total + 1, generator=rng)[:total].int()
     if total:
@@ -143,7 +148,8 @@ def _page(pages: Pages, page: int, stats: ChannelStats) -> tuple[np.ndarray, np.
 
 
 def expected(case: Case) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """out [B, Hq, D], lse [B, Hq], and the page masses [B, Hq, max_pages] of kept and recalled (NaN where undefined)."""
+    """out [B, Hq, D], lse [B, Hq], and the page masses [B, Hq, max_pages] of kept and recalled (NaN where
+    undefined)."""
     batch, q_heads, dim = case.q.shape
     heads = case.dense_k.shape[1]
     out, lse = np.zeros((batch, q_heads, dim)), np.full((batch, q_heads), -np.inf)

@@ -130,7 +130,8 @@ def test_masses_and_lse_agree() -> None:
     """With nothing but pages, the page masses add up to the whole."""
     case = make_case(torch.float64, lengths=(0, 0, 0))
     result = decode_attention(*case.arguments(), page_mass=True)
-    assert result.kept_mass is not None and result.recalled_mass is not None
+    assert result.kept_mass is not None
+    assert result.recalled_mass is not None
     parts = []
     for mass, pages in ((result.kept_mass, case.kept), (result.recalled_mass, case.recalled)):
         used = torch.arange(mass.shape[-1]) < pages.count[:, None]

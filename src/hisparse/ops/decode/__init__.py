@@ -1,4 +1,5 @@
-"""Attention of one new token a sequence over everything a layer holds, for a batch of sequences of different lengths."""
+"""Attention of one new token a sequence over everything a layer holds, for a batch of sequences of different
+lengths."""
 
 from __future__ import annotations
 
@@ -36,16 +37,17 @@ def decode_attention(
     """One softmax over dense slots, kept pages, recalled rows and extra tokens.
 
     q: [B, Hq, D] post-RoPE, float16, bfloat16 or float32 (the reference also float64), Hq a multiple of H. dense_k,
-    dense_v: [B, H, S, D] in q's dtype, of which each sequence has the first dense_len int32 [B]; what lies beyond is not
-    read. kept, recalled: pages of the same heads; their tokens are normalised by `stats` (None only without quantised
-    pages). scaling: factor of the scores. extra_logit float32 [B, Hq, E] and extra_value [B, H, E, D]: tokens whose scores
-    are given, scaling included (-inf: not there). page_mass: also return each page's log-sum-exp. split: how the pages were
-    packed, where that is known ("rope": five-bit K is always split in six and four bits, V never; "never"); None and
-    "peaks" read it from every page, which costs some time. The wrong one reads wrong values.
+    dense_v: [B, H, S, D] in q's dtype, of which each sequence has the first dense_len int32 [B]; what lies beyond is
+    not read. kept, recalled: pages of the same heads; their tokens are normalised by `stats` (None only without
+    quantised pages). scaling: factor of the scores. extra_logit float32 [B, Hq, E] and extra_value [B, H, E, D]: tokens
+    whose scores are given, scaling included (-inf: not there). page_mass: also return each page's log-sum-exp. split:
+    how the pages were packed, where that is known ("rope": five-bit K is always split in six and four bits, V never;
+    "never"); None and "peaks" read it from every page, which costs some time. The wrong one reads wrong values.
 
-    Flash-decoding (Dao et al. 2023): the sequence is cut into shares, whose results are combined by their log-sum-exp. On
-    a GPU nothing is synchronised and every shape follows from the arguments' shapes, so that calls can be captured in a
-    CUDA graph: lengths, tables and pools may change between replays. A sequence without any token gets out = 0, lse = -inf.
+    Flash-decoding (Dao et al. 2023): the sequence is cut into shares, whose results are combined by their log-sum-exp.
+    On a GPU nothing is synchronised and every shape follows from the arguments' shapes, so that calls can be captured
+    in a CUDA graph: lengths, tables and pools may change between replays. A sequence without any token gets out = 0,
+    lse = -inf.
 
     Raises FormatError for shapes, dtypes or statistics that do not fit together.
     """
@@ -81,7 +83,7 @@ def _check(
         )
     if dense_k.dtype != q.dtype or dense_v.dtype != q.dtype:
         raise FormatError(f"decode_attention: q is {q.dtype}, dense K and V {dense_k.dtype}, {dense_v.dtype}; give one")
-    lengths = [("dense_len", dense_len, (batch,))]
+    lengths: list[tuple[str, Tensor, tuple[int, ...]]] = [("dense_len", dense_len, (batch,))]
     for name, pages in (("kept", kept), ("recalled", recalled)):
         if pages is None:
             continue
@@ -93,7 +95,8 @@ def _check(
             )
         if (fmt.heads, fmt.head_dim) != (heads, dim):
             raise FormatError(
-                f"decode_attention: {name} pages are of {fmt.heads} heads x {fmt.head_dim}, but dense K of {heads} x {dim}"
+                f"decode_attention: {name} pages are of {fmt.heads} heads x {fmt.head_dim}, "
+                f"but dense K of {heads} x {dim}"
             )
         if pages.table.dim() != 2:
             raise FormatError(f"decode_attention: {name}.table is {list(pages.table.shape)}; give [B, max_pages]")
@@ -107,7 +110,8 @@ def _check(
         raise FormatError("decode_attention: extra_logit and extra_value go together; give both or none")
     if extra_logit is not None and extra_value is not None:
         extra = extra_logit.shape[-1]
-        if tuple(extra_logit.shape) != (batch, q_heads, extra) or tuple(extra_value.shape) != (batch, heads, extra, dim):
+        shapes = tuple(extra_logit.shape), tuple(extra_value.shape)
+        if shapes != ((batch, q_heads, extra), (batch, heads, extra, dim)):
             raise FormatError(
                 f"decode_attention: extra_logit {list(extra_logit.shape)}, extra_value {list(extra_value.shape)}; "
                 f"give [{batch}, {q_heads}, E] and [{batch}, {heads}, E, {dim}]"

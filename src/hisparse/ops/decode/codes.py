@@ -12,6 +12,11 @@ the mask, worth 16 * code; that factor is folded likewise. Two words are handled
 register: bits that a shift carries over from the other half fall outside the mask.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
+# What Triton compiles is less than Python: a tuple grows by +, and where a constant decides, what follows a return is
+# compiled unless it stands in an else.
+# ruff: noqa: RET505
 from __future__ import annotations
 
 import os
@@ -27,7 +32,8 @@ NEVER, ALWAYS, MIXED = 0, 1, 2
 
 
 def _asm(shift_word: int, mask: int, shift_extra: int | None = None, keep: int | None = None) -> str:
-    """PTX: $0 = ($1 >> shift_word & mask) | ($2 >> shift_extra & keep), in both halves; $3 is `keep` where it is None."""
+    """PTX: $0 = ($1 >> shift_word & mask) | ($2 >> shift_extra & keep), in both halves; $3 is `keep` where it is
+    None."""
     word = f"{{ .reg .b32 w, y; shr.u32 w, $1, {shift_word};" if shift_word else "{ .reg .b32 w, y; mov.b32 w, $1;"
     word += f" and.b32 w, w, 0x{mask * 0x10001:08x};"
     if shift_extra is None:
@@ -37,20 +43,22 @@ def _asm(shift_word: int, mask: int, shift_extra: int | None = None, keep: int |
     return f"{word} {shift}; and.b32 y, y, {kept}; or.b32 $0, w, y; }}"
 
 
-# Extra bits of a pair arrive at bits 4..5 of the pair's byte. a takes them there. b, which lies at bits 4..7, takes bit 5
-# to bit 8 (5 bits) or bits 4..5 to bits 8..9 (6 bits).
+# Extra bits of a pair arrive at bits 4..5 of the pair's byte, where a takes them. Those of b, which lies at bits 4..7,
+# would have to be shifted to bit 8; they make an operand of their own instead, masked in place, and what it is
+# multiplied with is larger: the matrix units have time to spare, the integer units have none.
 PLAIN_0, PLAIN_1 = tl.constexpr(_asm(0, 0xF)), tl.constexpr(_asm(0, 0xF0))
 PLAIN_2, PLAIN_3 = tl.constexpr(_asm(8, 0xF)), tl.constexpr(_asm(8, 0xF0))
-ONE_0, ONE_1 = tl.constexpr(_asm(0, 0xF, 0, 0x10)), tl.constexpr(_asm(0, 0xF0, -3, 0x100))
-ONE_2, ONE_3 = tl.constexpr(_asm(8, 0xF, 8, 0x10)), tl.constexpr(_asm(8, 0xF0, 5, 0x100))
-TWO_0, TWO_1 = tl.constexpr(_asm(0, 0xF, 0, 0x30)), tl.constexpr(_asm(0, 0xF0, -4, 0x300))
-TWO_2, TWO_3 = tl.constexpr(_asm(8, 0xF, 8, 0x30)), tl.constexpr(_asm(8, 0xF0, 4, 0x300))
-MIXED_0, MIXED_1 = tl.constexpr(_asm(0, 0xF, 0)), tl.constexpr(_asm(0, 0xF0, -3))
-MIXED_2, MIXED_3 = tl.constexpr(_asm(8, 0xF, 8)), tl.constexpr(_asm(8, 0xF0, 5))
+A_ONE_0, A_ONE_2 = tl.constexpr(_asm(0, 0xF, 0, 0x10)), tl.constexpr(_asm(8, 0xF, 8, 0x10))
+A_TWO_0, A_TWO_2 = tl.constexpr(_asm(0, 0xF, 0, 0x30)), tl.constexpr(_asm(8, 0xF, 8, 0x30))
+A_MIXED_0, A_MIXED_2 = tl.constexpr(_asm(0, 0xF, 0)), tl.constexpr(_asm(8, 0xF, 8))
+B_ONE_1, B_ONE_3 = tl.constexpr(_asm(0, 0x20)), tl.constexpr(_asm(8, 0x20))
+B_TWO_1, B_TWO_3 = tl.constexpr(_asm(0, 0x30)), tl.constexpr(_asm(8, 0x30))
+B_MIXED_1 = tl.constexpr("and.b32 $0, $1, $2;")
+B_MIXED_3 = tl.constexpr("{ .reg .b32 y; shr.u32 y, $1, 8; and.b32 $0, y, $2; }")
 EXP2 = tl.constexpr("ex2.approx.ftz.f32 $0, $1;")
 LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 INVERSE = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
-ROTATE = tl.constexpr("{ .reg .b32 s; and.b32 s, $2, 31; shf.l.wrap.b32 $0, $1, $1, s; }")
+ROTATE = tl.constexpr("shf.l.wrap.b32 $0, $1, $1, $2;")
 
 
 if INTERPRET:
@@ -135,35 +143,45 @@ def _simd3(ASM: tl.constexpr, w, x, keep):
 
 @triton.jit
 def codes(w, xa, xb, keep_a, keep_b, BITS: tl.constexpr, MODE: tl.constexpr, SIMD: tl.constexpr):
-    """Four float16 tiles, positions 0..3, of int16 words `w`.
+    """Float16 tiles of int16 words `w`: positions 0..3, then the extra bits of b at positions 1 and 3 where there are
+    any: with 5 bits in units of 32, with 6 in units of 16, while the bits of the nibble count 16 from the lowest on.
 
     xa, xb: extra bits, rotated to bits 4..5 of each byte (xb for 6 bits). keep_a, keep_b: int16 masks in mixed mode,
-    0x30 and 0 for a split block, 0x10 and 0x100 for one in five bits.
+    0x30 and 0 for a split block, 0x10 and 0x20 for one in five bits.
     """
     if SIMD:
+        c1 = _simd1(PLAIN_1, w)
+        c3 = _simd1(PLAIN_3, w)
         if BITS == 4:
-            return _simd1(PLAIN_0, w), _simd1(PLAIN_1, w), _simd1(PLAIN_2, w), _simd1(PLAIN_3, w)
+            return _simd1(PLAIN_0, w), c1, _simd1(PLAIN_2, w), c3
         elif BITS == 6:
-            return _simd2(TWO_0, w, xa), _simd2(TWO_1, w, xb), _simd2(TWO_2, w, xa), _simd2(TWO_3, w, xb)
+            e1 = _simd1(B_TWO_1, xb)
+            return _simd2(A_TWO_0, w, xa), c1, _simd2(A_TWO_2, w, xa), c3, e1, _simd1(B_TWO_3, xb)
         elif MODE == 2:
-            c0 = _simd3(MIXED_0, w, xa, keep_a)
-            c1 = _simd3(MIXED_1, w, xa, keep_b)
-            c2 = _simd3(MIXED_2, w, xa, keep_a)
-            c3 = _simd3(MIXED_3, w, xa, keep_b)
-            return c0, c1, c2, c3
+            c0 = _simd3(A_MIXED_0, w, xa, keep_a)
+            c2 = _simd3(A_MIXED_2, w, xa, keep_a)
+            xa, keep_b = tl.broadcast(xa, keep_b)
+            return c0, c1, c2, c3, _simd2(B_MIXED_1, xa, keep_b), _simd2(B_MIXED_3, xa, keep_b)
         elif MODE == 1:
-            return _simd2(TWO_0, w, xa), _simd1(PLAIN_1, w), _simd2(TWO_2, w, xa), _simd1(PLAIN_3, w)
+            return _simd2(A_TWO_0, w, xa), c1, _simd2(A_TWO_2, w, xa), c3
         else:
-            return _simd2(ONE_0, w, xa), _simd2(ONE_1, w, xa), _simd2(ONE_2, w, xa), _simd2(ONE_3, w, xa)
+            e1 = _simd1(B_ONE_1, xa)
+            return _simd2(A_ONE_0, w, xa), c1, _simd2(A_ONE_2, w, xa), c3, e1, _simd1(B_ONE_3, xa)
     else:
         w = w.to(tl.int32)
         a0 = w & 0xF
         b0 = w & 0xF0
         a1 = (w >> 8) & 0xF
         b1 = (w >> 8) & 0xF0
-        if BITS == 5:
+        if BITS == 4:
+            return _half(a0), _half(b0), _half(a1), _half(b1)
+        else:
             y = xa.to(tl.int32)
-            if MODE == 2:
+            z = xb.to(tl.int32)
+            if BITS == 6:
+                ka = 0x30
+                kb = 0x30
+            elif MODE == 2:
                 ka = keep_a.to(tl.int32)
                 kb = keep_b.to(tl.int32)
             elif MODE == 1:
@@ -171,16 +189,7 @@ def codes(w, xa, xb, keep_a, keep_b, BITS: tl.constexpr, MODE: tl.constexpr, SIM
                 kb = 0
             else:
                 ka = 0x10
-                kb = 0x100
+                kb = 0x20
             a0 = a0 | (y & ka)
             a1 = a1 | ((y >> 8) & ka)
-            b0 = b0 | ((y << 3) & kb)
-            b1 = b1 | ((y >> 5) & kb)
-        elif BITS == 6:
-            y = xa.to(tl.int32)
-            z = xb.to(tl.int32)
-            a0 = a0 | (y & 0x30)
-            a1 = a1 | ((y >> 8) & 0x30)
-            b0 = b0 | ((z << 4) & 0x300)
-            b1 = b1 | ((z >> 4) & 0x300)
-        return _half(a0), _half(b0), _half(a1), _half(b1)
+            return _half(a0), _half(b0), _half(a1), _half(b1), _half(z & kb), _half((z >> 8) & kb)

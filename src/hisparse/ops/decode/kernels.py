@@ -1,11 +1,16 @@
 """Kernels of decode attention: one share of a sequence a program, then the shares combined.
 
-Everything below works on transposed scores, [tokens, queries]: the matrix units take tokens sixteen at a time and queries
-eight, so that eight query heads a KV head fill them and four half of them. Logarithms are to base 2 inside.
+Everything below works on transposed scores, [tokens, queries]: the matrix units take tokens sixteen at a time and
+queries eight, so that eight query heads a KV head fill them and four half of them. Logarithms are to base 2 inside.
 
 Names: p_ pointer, i_ index, n_ count, c_ column (16-bit word of a token's nibble plane), m running maximum.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
+# What Triton compiles is less than Python: a tuple grows by +, and where a constant decides, what follows a return is
+# compiled unless it stands in an else.
+# ruff: noqa: RUF005, RET505, SIM108
 from __future__ import annotations
 
 import triton
@@ -20,10 +25,18 @@ HEADROOM = tl.constexpr(10.0)
 """Weights are kept below 2**10 instead of 1: more of the small ones stay normal float16 numbers."""
 
 
+@triton.constexpr_function
+def _extra_unit(bits, mode):
+    """What the extra bits of b, where they lie, have to be multiplied by to fit b where it lies; 0: there are none."""
+    if bits == 6:
+        return 16
+    return 8 if bits == 5 and mode != 1 else 0
+
+
 @triton.jit
 def _words(p_row, c_group, n_group, PAD: tl.constexpr, TURNED: tl.constexpr):
-    """int16 tile [tokens, columns] at `p_row` [tokens], or [columns, tokens] if TURNED; columns from `n_group` on are not
-    read where there are any."""
+    """int16 tile [tokens, columns] at `p_row` [tokens], or [columns, tokens] if TURNED; columns from `n_group` on are
+    not read where there are any."""
     p_row = p_row[None, :] if TURNED else p_row[:, None]
     c = c_group[:, None] if TURNED else c_group[None, :]
     if PAD:
@@ -32,10 +45,28 @@ def _words(p_row, c_group, n_group, PAD: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
+def _extra(p_row, at, GP: tl.constexpr, EIGHTH: tl.constexpr, TURNED: tl.constexpr):
+    """For each column of a group the 16-bit word of an extra plane that holds its bits, int16 as `_words`.
+
+    A word serves four columns, D/16 apart. Reading it once and repeating it in registers costs nothing there; reading
+    it for each column would cost as much L2 bandwidth as the nibbles do."""
+    TOKENS: tl.constexpr = p_row.shape[0]
+    if GP % EIGHTH == 0 and (EIGHTH & (EIGHTH - 1)) == 0:
+        x = _words(p_row, tl.arange(0, EIGHTH), EIGHTH, False, TURNED)
+        if TURNED:
+            x = tl.broadcast_to(x[None, :, :], (GP // EIGHTH, EIGHTH, TOKENS)).reshape(GP, TOKENS)
+        else:
+            x = tl.broadcast_to(x[:, None, :], (TOKENS, GP // EIGHTH, EIGHTH)).reshape(TOKENS, GP)
+        return x
+    else:
+        return _words(p_row, at % EIGHTH, EIGHTH, False, TURNED)
+
+
+@triton.jit
 def _read(p_nibble, p_extra, p_turn, split, i_group, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
           MODE: tl.constexpr, SIMD: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
-    """Codes of one channel group: four float16 tiles [tokens, GP], or [GP, tokens] if TURNED. p_nibble, p_extra: int16 pointers [tokens] to the
-    token's planes; split: bool [tokens], used in mixed mode."""
+    """Codes of one channel group: float16 tiles [tokens, GP], or [GP, tokens] if TURNED. p_nibble, p_extra: int16
+    pointers [tokens] to the token's planes; split: bool [tokens], used in mixed mode."""
     WORDS: tl.constexpr = GROUP // 4
     GP: tl.constexpr = max(16, triton.next_power_of_2(WORDS))
     EIGHTH: tl.constexpr = D // 16  # 16-bit words of one extra plane
@@ -44,16 +75,15 @@ def _read(p_nibble, p_extra, p_turn, split, i_group, D: tl.constexpr, BITS: tl.c
     w = _words(p_nibble, at, (i_group + 1) * WORDS, GP != WORDS, TURNED)
     if BITS == 4:
         return codes(w, w, w, w, w, BITS, MODE, SIMD)
-    at_extra = at % EIGHTH
     turn = tl.load(p_turn + at)
     turn = turn[:, None] if TURNED else turn[None, :]
-    xa = rotate(_words(p_extra, at_extra, EIGHTH, False, TURNED), turn, SIMD)
+    xa = rotate(_extra(p_extra, at, GP, EIGHTH, TURNED), turn, SIMD)
     if BITS == 6:
-        xb = rotate(_words(p_extra + EIGHTH, at_extra, EIGHTH, False, TURNED), turn, SIMD)
+        xb = rotate(_extra(p_extra + EIGHTH, at, GP, EIGHTH, TURNED), turn, SIMD)
         return codes(w, xa, xb, w, w, BITS, MODE, SIMD)
     if MODE == 2:
         keep_a = tl.where(split, 0x30, 0x10).to(tl.int16)
-        keep_b = tl.where(split, 0, 0x100).to(tl.int16)
+        keep_b = tl.where(split, 0, 0x20).to(tl.int16)
         keep_a = keep_a[None, :] if TURNED else keep_a[:, None]
         keep_b = keep_b[None, :] if TURNED else keep_b[:, None]
         return codes(w, xa, xa, keep_a, keep_b, BITS, MODE, SIMD)
@@ -78,15 +108,15 @@ def _scales(p_word, MODE: tl.constexpr):
 
 @triton.jit
 def packed_share(
-    p_q, p_out, p_lse, p_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, n_pages, i_head,
-    i_share, n_share, scaling, stride_q, stride_out, stride_lse, stride_mass,
+    p_q, p_out, p_lse, p_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, n_pages,
+    i_head, i_share, n_share, scaling, stride_q, stride_out, stride_lse, stride_mass,
     D: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, FMT: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
     MASS: tl.constexpr, SIMD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Share `i_share` of `n_share` of one sequence's pages, for the Q query heads of one KV head.
 
-    p_q: the first of them; p_out, p_lse, p_mass: its results. FMT: (tokens, page bytes, group, 0, then of K and of V: bits,
-    mode, byte offsets of nibbles, extra, scales).
+    p_q: the first of them; p_out, p_lse, p_mass: its results. FMT: (tokens, page bytes, group, 0, then of K and of V:
+    bits, mode, byte offsets of nibbles, extra, scales).
     """
     TOKENS: tl.constexpr = FMT[0]
     PAGE_BYTES: tl.constexpr = FMT[1]
@@ -95,6 +125,8 @@ def packed_share(
     KM: tl.constexpr = FMT[5]
     VB: tl.constexpr = FMT[9]
     VM: tl.constexpr = FMT[10]
+    KX: tl.constexpr = _extra_unit(KB, KM)
+    VX: tl.constexpr = _extra_unit(VB, VM)
     HALF: tl.constexpr = D // 2
     WORDS: tl.constexpr = GROUP // 4
     G: tl.constexpr = D // GROUP
@@ -151,7 +183,7 @@ def packed_share(
         acc = acc + (tl.zeros((GP, QP), tl.float32),)
     for _ in tl.static_range(2 * G if VM else G):
         zeros = zeros + (tl.zeros((BLOCK, QP), tl.float32),)
-    l = tl.zeros((BLOCK, QP), tl.float32)
+    mass = tl.zeros((BLOCK, QP), tl.float32)
     m_run = tl.full((QP,), float("-inf"), tl.float32)
     p_pool16 = p_pool.to(tl.pointer_type(tl.int16))
     p_pool32 = p_pool.to(tl.pointer_type(tl.int32))
@@ -178,7 +210,13 @@ def packed_share(
                 b = tl.zeros((BLOCK, QP), tl.float32)
             b = tl.dot(k[1], high[4 * g + 1], b)
             b = tl.dot(k[3], high[4 * g + 3], b)
+            if KX:
+                b = tl.dot(k[4], high[4 * g + 1] * KX, b)
+                b = tl.dot(k[5], high[4 * g + 3] * KX, b)
             if EXACT:
+                if KX:
+                    b = tl.dot(k[4], low[4 * g + 1] * KX, b)
+                    b = tl.dot(k[5], low[4 * g + 3] * KX, b)
                 b = tl.dot(k[1], low[4 * g + 1], b)
                 b = tl.dot(k[3], low[4 * g + 3], b)
                 ab = a if KM else b
@@ -210,7 +248,7 @@ def packed_share(
         alpha = exp2(m_run - m_new, SIMD)[None, :]
         m_run = m_new
         p = exp2(s - (m_new - HEADROOM)[None, :], SIMD)
-        l = l * alpha + p
+        mass = mass * alpha + p
         if MASS:
             share = tl.sum(tl.reshape(p, (BLOCK // TOKENS, TOKENS, QP)), 1)
             share = (tl.log2(share) + (m_new - HEADROOM + mean)[None, :]) * LN2
@@ -235,18 +273,25 @@ def packed_share(
                 pb32 = p * v_fast[g][:, None]
                 pb = pb32.to(tl.float16)
                 used = pb32 if EXACT else pb.to(tl.float32)
-                new_zeros = new_zeros + (zeros[2 * g + 1] * alpha + used * (v_zero[g] * inverse(v_fast[g], SIMD))[:, None],)
+                new_zeros = new_zeros + (
+                    zeros[2 * g + 1] * alpha + used * (v_zero[g] * inverse(v_fast[g], SIMD))[:, None],
+                )
             for m in tl.static_range(4):
                 weight = pa if m % 2 == 0 else pb
                 o = tl.dot(v[m], weight, acc[4 * g + m] * alpha)
+                if VX and m % 2:
+                    o = tl.dot(v[4 + m // 2], weight * VX, o)
                 if EXACT:
                     lost = (pa32 if m % 2 == 0 else pb32) - weight.to(tl.float32)
-                    o += tl.dot(v[m], (lost * 1024).to(tl.float16)) * 0.0009765625
+                    tiny = tl.dot(v[m], (lost * 1024).to(tl.float16))
+                    if VX and m % 2:
+                        tiny = tl.dot(v[4 + m // 2], (lost * 1024).to(tl.float16) * VX, tiny)
+                    o += tiny * 0.0009765625
                 new_acc = new_acc + (o,)
         acc = new_acc
         zeros = new_zeros
 
-    l_sum = tl.sum(l, 0)
+    l_sum = tl.sum(mass, 0)
     tl.store(p_lse + i_q * stride_lse, tl.log2(l_sum) + m_run - HEADROOM + mean, mask=i_q < Q)
     for g in tl.static_range(G):
         for m in tl.static_range(4):
@@ -278,11 +323,13 @@ def plain_share(
     last = ((i_share + 1) * n_tiles.to(tl.int64) // n_share).to(tl.int32)
     inside = (d < D)[:, None] & (i_q < Q)[None, :]
     acc = tl.zeros((DP, QP), tl.float32)
-    l = tl.zeros((QP,), tl.float32)
+    mass = tl.zeros((QP,), tl.float32)
     m_run = tl.full((QP,), float("-inf"), tl.float32)
     if not GIVEN:
         q = tl.load(p_q + i_q[None, :] * stride_q + d[:, None], mask=inside, other=0.0).to(p_k.dtype.element_ty)
-    for i_tile in tl.range(bound(first), bound(last), num_stages=1):  # few tiles: shared memory is worth more to the packed shares
+    for i_tile in tl.range(
+        bound(first), bound(last), num_stages=1
+    ):  # few tiles: shared memory is worth more to the packed shares
         t = i_tile * BLOCK + tl.arange(0, BLOCK)
         valid = t < n_tokens
         seen = valid[:, None] & (d < D)[None, :]
@@ -303,7 +350,7 @@ def plain_share(
         alpha = tl.exp2(m_run - m_safe)
         m_run = m_new
         p = tl.exp2(s - m_safe[None, :])
-        l = l * alpha + tl.sum(p, 0)
+        mass = mass * alpha + tl.sum(p, 0)
         if MASS:
             share = tl.sum(tl.reshape(p, (BLOCK // TOKENS, TOKENS, QP)), 1)
             share = (tl.log2(share) + m_safe[None, :]) * LN2
@@ -313,8 +360,8 @@ def plain_share(
         v = tl.load(p_v + at, mask=seen, other=0.0)
         p = operand(p.to(v.dtype))
         acc = tl.dot(operand(tl.trans(v)), p, acc * alpha[None, :], input_precision="ieee")
-    tl.store(p_lse + i_q * stride_lse, tl.log2(l) + m_run, mask=i_q < Q)
-    tl.store(p_out + i_q[None, :] * stride_out + d[:, None], acc / l[None, :], mask=inside)
+    tl.store(p_lse + i_q * stride_lse, tl.log2(mass) + m_run, mask=i_q < Q)
+    tl.store(p_out + i_q[None, :] * stride_out + d[:, None], acc / mass[None, :], mask=inside)
 
 
 @triton.jit
@@ -327,10 +374,10 @@ def combine(
     i_row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     every = tl.arange(0, ALL)
-    lse = tl.load(p_part_lse + i_row * n_share + every, mask=every < n_share, other=float("-inf"))
-    m = tl.max(lse, 0)
+    lses = tl.load(p_part_lse + i_row * n_share + every, mask=every < n_share, other=float("-inf"))
+    m = tl.max(lses, 0)
     m = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.sum(tl.exp2(lse - m), 0)
+    total = tl.sum(tl.exp2(lses - m), 0)
     acc = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for start in range(0, bound(n_share), BLOCK):
         i = start + tl.arange(0, BLOCK)

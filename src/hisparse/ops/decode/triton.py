@@ -1,5 +1,7 @@
 """Decode attention in Triton: see :mod:`hisparse.ops.decode` for the operation and :mod:`.kernels` for how."""
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -20,15 +22,23 @@ from hisparse.vtq.stats import ChannelStats
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the work is cut: tokens a tile, warps a program, loads in flight, and programs a multiprocessor."""
+    """How the work is cut: tokens a tile, warps a program, depth of the load pipeline (a tile's page ids take half of
+    it), programs a multiprocessor, and the most registers a thread may use.
+
+    All programs of a launch should be resident at once: one left over runs alone, for as long as all others took. A
+    warp of 168 registers leaves room for two more in its quarter of a multiprocessor, one of 210 for only one more."""
 
     block: int = 32
     warps: int = 1
-    stages: int = 3
-    programs: int = 8
-    registers: int | None = None
+    stages: int = 5
+    programs: int = 12
+    registers: int | None = 168
 
 
+WIDE = Tuning(warps=4, programs=2, registers=None)
+"""For heads wider than 128, whose accumulators fill the registers of several warps."""
+EXACT = Tuning(warps=4, stages=3, programs=2, registers=None)
+"""For float32 queries, which take every matrix product twice."""
 DENSE_BLOCK = 32
 
 
@@ -39,7 +49,8 @@ _PLAIN = ["n_extra", "n_dense_share", "n_extra_share", "n_rows_share", "n_kept_s
 @triton.jit(do_not_specialize=_PLAIN)
 def _decode(
     p_q, p_dense_k, p_dense_v, p_dense_len, p_kept, p_kept_table, p_kept_count, p_kept_mass, p_rows, p_rows_table,
-    p_rows_count, p_rows_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_logit, p_value, p_part, p_part_lse,
+    p_rows_count, p_rows_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_logit, p_value,
+    p_part, p_part_lse,
     scaling, n_extra, n_dense_share, n_extra_share, n_rows_share, n_kept_share, n_kept_max, n_rows_max,
     stride_q_batch, stride_q_head, stride_dense_batch, stride_dense_head, stride_dense_token,
     HEADS: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
@@ -56,7 +67,7 @@ def _decode(
     p_out = p_part + (i_first * n_share + i_share) * D
     p_lse = p_part_lse + i_first * n_share + i_share
     if i_share < n_dense_share:
-        at = i_batch * stride_dense_batch + i_head * stride_dense_head
+        at = i_batch * stride_dense_batch + i_head.to(tl.int64) * stride_dense_head
         plain_share(
             p_q, p_dense_k + at, p_dense_v + at, p_part_lse, p_out, p_lse, p_part_lse, p_kept_table,
             tl.load(p_dense_len + i_batch), i_share, n_dense_share, scaling, stride_q_head, 0, n_share * D, n_share, 0,
@@ -71,7 +82,8 @@ def _decode(
     elif i_share < n_dense_share + n_extra_share + n_rows_share:
         i_own = i_share - n_dense_share - n_extra_share
         _paged(
-            p_q, p_out, p_lse, p_rows_mass + i_first * n_rows_max, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale,
+            p_q, p_out, p_lse, p_rows_mass + i_first * n_rows_max, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean,
+            p_v_scale,
             p_rows, p_rows_table + i_batch * n_rows_max, p_rows_count + i_batch, i_head, i_own, n_rows_share, scaling,
             stride_q_head, n_share * D, n_share, n_rows_max, D, Q, QP, ROWS, ROWS_BLOCK, PLAIN_BLOCK, EXACT,
             MASS, SIMD, STAGES,
@@ -79,7 +91,8 @@ def _decode(
     else:
         i_own = i_share - n_dense_share - n_extra_share - n_rows_share
         _paged(
-            p_q, p_out, p_lse, p_kept_mass + i_first * n_kept_max, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale,
+            p_q, p_out, p_lse, p_kept_mass + i_first * n_kept_max, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean,
+            p_v_scale,
             p_kept, p_kept_table + i_batch * n_kept_max, p_kept_count + i_batch, i_head, i_own, n_kept_share, scaling,
             stride_q_head, n_share * D, n_share, n_kept_max, D, Q, QP, KEPT, KEPT_BLOCK, PLAIN_BLOCK, EXACT,
             MASS, SIMD, STAGES,
@@ -88,12 +101,13 @@ def _decode(
 
 @triton.jit
 def _paged(
-    p_q, p_out, p_lse, p_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, p_count, i_head,
-    i_share, n_share, scaling, stride_q, stride_out, stride_lse, stride_mass,
+    p_q, p_out, p_lse, p_mass, p_turn, p_order, p_k_mean, p_k_scale, p_v_mean, p_v_scale, p_pool, p_table, p_count,
+    i_head, i_share, n_share, scaling, stride_q, stride_out, stride_lse, stride_mass,
     D: tl.constexpr, Q: tl.constexpr, QP: tl.constexpr, FMT: tl.constexpr, BLOCK: tl.constexpr,
     PLAIN_BLOCK: tl.constexpr, EXACT: tl.constexpr, MASS: tl.constexpr, SIMD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A share of pages in the format FMT, a tuple as _format makes it. No tokens: there are none, nothing is compiled."""
+    """A share of pages in the format FMT, a tuple as _format makes it. No tokens: there are none, nothing is
+    compiled."""
     TOKENS: tl.constexpr = FMT[0]
     STRIDE: tl.constexpr = FMT[1]
     GROUP: tl.constexpr = FMT[2]
@@ -125,8 +139,8 @@ def _field(field: Fields, split: str | None, of_keys: bool) -> list[int]:
 
 
 def _format(fmt: PageFormat, split: str | None) -> tuple[int, ...]:
-    """What the kernel must know of a format: (tokens, page bytes, group, 0, five numbers of K, five of V); for a raw one
-    (tokens, page elements, 0, offset of V in elements)."""
+    """What the kernel must know of a format: (tokens, page bytes, group, 0, five numbers of K, five of V); for a raw
+    one (tokens, page elements, 0, offset of V in elements)."""
     if fmt.raw_dtype is not None:
         size = fmt.raw_dtype.itemsize
         return fmt.tokens, fmt.page_bytes // size, 0, fmt.raw_v_offset // size
@@ -186,12 +200,17 @@ def decode_attention(
     batch, q_heads, dim = q.shape
     heads, slots = dense_k.shape[1], dense_k.shape[2]
     queries = q_heads // heads
-    tune = tuning or Tuning()
+    exact = q.dtype == torch.float32
+    tune = tuning or (EXACT if exact else WIDE if dim > 128 else Tuning())
     if q.stride(2) != 1:
         q = q.contiguous()
     if dense_k.stride() != dense_v.stride() or dense_k.stride(3) != 1:
         dense_k, dense_v = dense_k.contiguous(), dense_v.contiguous()
-    formats, blocks, totals, pools, masses = [], [], [], [], []
+    formats: list[tuple[int, ...]] = []
+    blocks: list[int] = []
+    totals: list[int] = []
+    pools: list[tuple[Tensor, Tensor, Tensor, int]] = []
+    masses: list[Tensor | None] = []
     for pages in (kept, recalled):
         if pages is None or not pages.table.shape[1] or not pages.pool.shape[0]:
             formats.append(NO_PAGES)
@@ -231,9 +250,7 @@ def decode_attention(
         if stats is not None
         else (dense_len, part_lse, part_lse, part_lse, part_lse)
     )
-    exact = q.dtype == torch.float32
-    warps = max(tune.warps, 4) if exact else max(tune.warps, 2) if dim > 128 else tune.warps
-    options = {} if INTERPRET else {"num_warps": warps, "maxnreg": tune.registers}
+    options = {} if INTERPRET else {"num_warps": tune.warps, "maxnreg": tune.registers}
     mass = [x if x is not None else part_lse for x in masses]
     _decode[(n_share, heads, batch)](
         q, dense_k, dense_v, dense_len, pools[0][0], pools[0][1], pools[0][2], mass[0], pools[1][0], pools[1][1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,12 +10,12 @@ from torch import Tensor
 from hisparse.vtq.format import PageFormat
 
 
-class Pages(NamedTuple):
+@dataclass(frozen=True)
+class Pages:
     """Packed tokens of a batch of sequences, one layer.
 
-    pool: uint8 [n_pages, fmt.page_bytes]; table: int32 [B, max_pages], ids of each sequence's pages; count: int32 [B], how
-    many of its table's first entries are in use, each a full page. What lies beyond is never read.
-    """
+    pool: uint8 [n_pages, fmt.page_bytes]; table: int32 [B, max_pages], ids of each sequence's pages; count: int32 [B],
+    how many of its table's first entries are in use, each a full page. What lies beyond is never read."""
 
     pool: Tensor
     table: Tensor

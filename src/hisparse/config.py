@@ -101,7 +101,7 @@ class SelectionConfig(_Section):
 
 
 class PrefillConfig(_Section):
-    """How a chunk of a prompt attends to what is already stored."""
+    """How a chunk of a prompt attends to what is already stored; `chunk`: the command line prefills in such pieces."""
 
     mode: Literal["full", "recall"] = "full"
     recall_max_tokens: int = Field(256, ge=1)
@@ -123,7 +123,7 @@ class BudgetConfig(_Section):
 
 
 class LifecycleConfig(_Section):
-    """Reclaiming idle blocks."""
+    """Reclaiming idle blocks. Read and checked, but without effect until blocks are reclaimed."""
 
     idle_tokens: int = Field(10, ge=1)
     reserve_fraction: float = Field(0.05, ge=0, lt=1)

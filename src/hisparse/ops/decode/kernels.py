@@ -94,7 +94,9 @@ def _read(p_nibble, p_extra, p_turn, split, i_group, D: tl.constexpr, BITS: tl.c
 def _scales(p_word, MODE: tl.constexpr):
     """Step of a, step of b, zero (float32 [tokens]) and whether the block is split, from the pages' scale words."""
     word = tl.load(p_word)
-    step = ((word & 0x7FFF) << 16).to(tl.float32, bitcast=True)
+    # The sign of the step is known but in mixed mode: masking it away would cost an instruction a scale.
+    step = ((word & 0x7FFF if MODE == 2 else word) << 16).to(tl.float32, bitcast=True)
+    step = -step if MODE == 1 else step
     zero = (word & -0x10000).to(tl.float32, bitcast=True)
     split = (word & 0x8000) != 0
     if MODE == 0:
@@ -198,7 +200,8 @@ def packed_share(
         p_scale = p_pool32 + page * (PAGE_BYTES // 4) + i_head * G
         p_kn = p_page + FMT[6] // 2 + row * (D // 4)
         p_kx = p_page + FMT[7] // 2 + row * ((KB - 4) * (D // 16))
-        s = tl.zeros((BLOCK, QP), tl.float32)
+        # The mask is what the scores start from, so that it costs nothing for each of them.
+        s = tl.zeros((BLOCK, QP), tl.float32) + tl.where(valid, 0.0, float("-inf"))[:, None]
         for g in tl.static_range(G):
             step, fast, zero, split = _scales(p_scale + FMT[8] // 4 + g, KM)
             k = _read(p_kn, p_kx, p_turn, split, g, D, KB, GROUP, KM, SIMD, False)
@@ -226,10 +229,10 @@ def packed_share(
                     b = ab
                 else:
                     a = ab
-            s += b * (fast * unit)[:, None] + zero[:, None] * sums[g][None, :]
+            s += zero[:, None] * sums[g][None, :]
+            s += b * (fast * unit)[:, None]
             if KM:
                 s += a * (step * unit)[:, None]
-        s = tl.where(valid[:, None], s, float("-inf"))
 
         v_step = ()
         v_fast = ()

@@ -39,6 +39,8 @@ WIDE = Tuning(warps=4, programs=2, registers=None)
 """For heads wider than 128, whose accumulators fill the registers of several warps."""
 EXACT = Tuning(warps=4, stages=3, programs=2, registers=None)
 """For float32 queries, which take every matrix product twice."""
+MIXING = Tuning(programs=8, registers=None)
+"""For blocks of which each says whether it is split: their masks do not fit in 168 registers."""
 DENSE_BLOCK = 32
 
 
@@ -201,7 +203,9 @@ def decode_attention(
     heads, slots = dense_k.shape[1], dense_k.shape[2]
     queries = q_heads // heads
     exact = q.dtype == torch.float32
-    tune = tuning or (EXACT if exact else WIDE if dim > 128 else Tuning())
+    present = [pages.fmt for pages in (kept, recalled) if pages is not None and not pages.fmt.is_raw]
+    mixing = any(MIXED in (_mode(fmt.k_bits, split, True), _mode(fmt.v_bits, split, False)) for fmt in present)
+    tune = tuning or (EXACT if exact else WIDE if dim > 128 else MIXING if mixing else Tuning())
     if q.stride(2) != 1:
         q = q.contiguous()
     if dense_k.stride() != dense_v.stride() or dense_k.stride(3) != 1:

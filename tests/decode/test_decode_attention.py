@@ -103,6 +103,24 @@ def test_triton_cut_into_many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, run_triton(case, monkeypatch, split="rope"))
 
 
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_captured_call_follows_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is captured once; replayed after the lengths on the device have changed, it gives the new answer."""
+    monkeypatch.setenv("HISPARSE_BACKEND", "triton")
+    case = make_case(torch.bfloat16, counts=(5, 2), rows=(2, 1), lengths=(37, 3))
+    device = _on_device(make_case(torch.bfloat16, counts=(5, 2), rows=(2, 1), lengths=(37, 3)), "cuda")
+    decode_attention(*device.arguments())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = decode_attention(*device.arguments())
+    for used in (case, device):
+        used.dense_len -= 2
+        used.kept.count -= 1
+    graph.replay()
+    check(case, DecodeResult(*(None if x is None else x.cpu() for x in result)))
+
+
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=3),
     seed=st.integers(0, 2**16),

@@ -39,8 +39,8 @@ WIDE = Tuning(warps=4, programs=2, registers=None)
 """For heads wider than 128, whose accumulators fill the registers of several warps."""
 EXACT = Tuning(warps=4, stages=3, programs=2, registers=None)
 """For float32 queries, which take every matrix product twice."""
-MIXING = Tuning(programs=8, registers=None)
-"""For blocks of which each says whether it is split: their masks do not fit in 168 registers."""
+ROOMY = Tuning(programs=8, registers=None)
+"""For what does not fit in 168 registers: blocks of which each says whether it is split, more than eight queries a head."""
 DENSE_BLOCK = 32
 
 
@@ -205,7 +205,7 @@ def decode_attention(
     exact = q.dtype == torch.float32
     present = [pages.fmt for pages in (kept, recalled) if pages is not None and not pages.fmt.is_raw]
     mixing = any(MIXED in (_mode(fmt.k_bits, split, True), _mode(fmt.v_bits, split, False)) for fmt in present)
-    tune = tuning or (EXACT if exact else WIDE if dim > 128 else MIXING if mixing else Tuning())
+    tune = tuning or (EXACT if exact else WIDE if dim > 128 else ROOMY if mixing or queries > 8 else Tuning())
     if q.stride(2) != 1:
         q = q.contiguous()
     if dense_k.stride() != dense_v.stride() or dense_k.stride(3) != 1:

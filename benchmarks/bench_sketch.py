@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ class Case:
         worth = self.scan(0, tuning)
         budget = min(4096, self.rows)
         chosen = self.both(budget, 0, tuning)
-        mine = set(chosen.rows[0, : int(chosen.count)].tolist())
+        mine = set(chosen.rows[0, : int(chosen.number)].tolist())
         best = set(self.table[0, worth[0].topk(budget).indices].tolist())
         exact = set(self.table[0, expected[0].topk(budget).indices].tolist())
         if len(mine) != budget or len(mine & best) < budget - 2:
@@ -103,25 +105,82 @@ def profile(case: Case, tuning: twin.Tuning | None) -> None:
     print("  us a step: " + ", ".join(f"{k.split('(')[0][:24]} {v:.1f}" for k, v in times.items()))
 
 
+def scan_runs(case: Case, tuning: twin.Tuning | None) -> list[Callable[[], object]]:
+    """A scan of each of the case's copies."""
+    return [lambda i=i: case.scan(i, tuning) for i in range(len(case.codes))]  # type: ignore[misc]
+
+
+def both_runs(case: Case, budget: int, tuning: twin.Tuning | None) -> list[Callable[[], object]]:
+    return [lambda i=i: case.both(budget, i, tuning) for i in range(len(case.codes))]  # type: ignore[misc]
+
+
+def time_case(case: Case, tunings: list[twin.Tuning | None], dense: float, bandwidth: float) -> list[dict[str, Any]]:
+    """Rows of the scan alone, with the fastest of `tunings`, and with selection."""
+    name = f"{case.row_size} tokens a row, {case.bits} bits"
+    errors = [case.error(tuning) for tuning in tunings]
+    times = [graph_ms(scan_runs(case, tuning)) for tuning in tunings]
+    if len(times) > 1:
+        print("    tunings, us:", " ".join(f"{1e3 * ms:.1f}" for ms in times))
+    best = times.index(min(times))
+    ms, tuning = times[best], tunings[best]
+    shared = {"what": name, "bytes": case.bytes, "dense_ms": round(dense, 4), "error": float(f"{errors[best]:.2e}")}
+    if tuning is not None:
+        shared["tuning"] = asdict(tuning)
+
+    def entry(bench: str, ms: float, **others: Any) -> dict[str, Any]:
+        part = round(case.bytes / ms * 1e3 / bandwidth, 3)
+        return row(
+            bench,
+            case.shape,
+            case.context,
+            ms,
+            bandwidth_fraction=part,
+            speedup=round(dense / ms, 2),
+            **shared,
+            **others,
+        )
+
+    rows = [entry("sketch-scan", ms)]
+    for budget in (2048, 4096, 16384):
+        if budget <= case.rows:
+            rows.append(entry("sketch-scan+select", graph_ms(both_runs(case, budget, tuning)), budget=budget))
+    selected = ", ".join(f"{r['budget']}: {1e3 * r['ms']:.1f}" for r in rows[1:])
+    print(
+        f"{case.shape} {case.context} {name}: scan {1e3 * ms:.1f} us, {rows[0]['bandwidth_fraction']:.0%}; "
+        f"with selection {selected} us; dense {1e3 * dense:.0f}; error {errors[best]:.1e}",
+        flush=True,
+    )
+    return rows
+
+
+def time_selection(case: Case, budget: int = 4096) -> dict[str, Any]:
+    worth = case.scan()
+    ours = graph_ms([lambda: twin.select_top(worth, case.table, case.count, budget, None)])
+    theirs = graph_ms([lambda: worth.topk(budget, sorted=False)])
+    print(f"    select {budget} of {case.rows}: {1e3 * ours:.1f} us, torch.topk {1e3 * theirs:.1f}")
+    return row("select", case.shape, case.context, ours, budget=budget, torch_topk_ms=round(theirs, 5))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The sketch scan and the row selection.")
     parser.add_argument("--shapes", nargs="+", default=["glm4-9b-1m", "llama3.1-8b"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[1 << 20, 1 << 17])
     parser.add_argument("--rows", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 1])
-    parser.add_argument("--tunings", default="[{}]", help="JSON list of tunings to try; the fastest is reported")
+    parser.add_argument("--tunings", help="JSON list of tunings to try; the fastest is reported")
+    parser.add_argument("--ordered", action="store_true", help="rows in order of position, not in random places")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--warm", action="store_true", help="compile and check only, on few rows")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    tunings = [twin.Tuning(**t) for t in json.loads(options.tunings)]
+    tunings = [twin.Tuning(**t) for t in json.loads(options.tunings)] if options.tunings else [None]
+    variants = [(r, b) for r in options.rows for b in options.bits]
     if options.warm:
         for shape in options.shapes:
-            for row_size in options.rows:
-                for bits in options.bits:
-                    case = Case(shape, 1 << 16, row_size, bits, sets=1)
-                    for tuning in tunings:
-                        case.error(tuning)
+            for row_size, bits in variants:
+                case = Case(shape, 1 << 16, row_size, bits, sets=1)
+                for tuning in tunings:
+                    case.error(tuning)
         return
     bandwidth = read_bandwidth()
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s")
@@ -129,48 +188,14 @@ def main() -> None:
     for shape in options.shapes:
         for context in options.contexts:
             dense = dense_ms(shape, context)
-            for row_size in options.rows:
-                for bits in options.bits:
-                    case = Case(shape, context, row_size, bits)
-                    name = f"{row_size} tokens a row, {bits} bits"
-                    found: list[tuple[float, float, twin.Tuning]] = []
-                    for tuning in tunings:
-                        error = case.error(tuning)
-                        runs = [lambda i=i, t=tuning: case.scan(i, t) for i in range(len(case.codes))]
-                        found.append((graph_ms(runs), error, tuning))
-                    if len(found) > 1:
-                        print("   ", " ".join(f"{1e3 * f[0]:.1f}" for f in found))
-                    ms, error, tuning = min(found, key=lambda f: f[0])
-                    part = case.bytes / ms * 1e3 / bandwidth
-                    shared = {"dense_ms": round(dense, 4), "error": float(f"{error:.2e}"), "what": name}
-                    rows.append(
-                        row("sketch-scan", shape, context, ms, bytes=case.bytes, bandwidth_fraction=round(part, 3),
-                            speedup=round(dense / ms, 2), **shared)
-                    )  # fmt: skip
-                    times = []
-                    for budget in (2048, 4096, 16384):
-                        if budget > case.rows:
-                            continue
-                        both = graph_ms([lambda i=i, b=budget: case.both(b, i, tuning) for i in range(len(case.codes))])
-                        times.append(f"{budget}: {1e3 * both:.1f}")
-                        rows.append(
-                            row("sketch-scan+select", shape, context, both, bytes=case.bytes, budget=budget,
-                                bandwidth_fraction=round(case.bytes / both * 1e3 / bandwidth, 3),
-                                speedup=round(dense / both, 2), **shared)
-                        )  # fmt: skip
-                    print(
-                        f"{shape} {context} {name}: scan {1e3 * ms:.1f} us, {part:.0%}; with selection {', '.join(times)} us; "
-                        f"dense {1e3 * dense:.0f}; error {error:.1e}", flush=True
-                    )  # fmt: skip
-                    if options.profile:
-                        profile(case, tuning)
-                    if bits == options.bits[0] and row_size == options.rows[0]:
-                        worth = case.scan()
-                        alone = graph_ms([lambda: twin.select_top(worth, case.table, case.count, 4096, None)])
-                        torch_ms = graph_ms([lambda: worth.topk(4096, sorted=False)])
-                        rows.append(row("select", shape, context, alone, budget=4096, torch_topk_ms=round(torch_ms, 5)))
-                        print(f"    select 4096 of {case.rows}: {1e3 * alone:.1f} us, torch.topk {1e3 * torch_ms:.1f}")
-                    del case
+            for row_size, bits in variants:
+                case = Case(shape, context, row_size, bits, shuffle=not options.ordered)
+                rows += time_case(case, tunings, dense, bandwidth)
+                if options.profile:
+                    profile(case, tunings[0])
+                if (row_size, bits) == variants[0]:
+                    rows.append(time_selection(case))
+                del case
     if options.out:
         save(rows, options.out, bandwidth)
 

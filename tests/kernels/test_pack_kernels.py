@@ -1,4 +1,5 @@
-"""The Triton twins of packing and unpacking, in the interpreter without a GPU: the reference's bytes, and its values."""
+"""The Triton twins of packing and unpacking, in the interpreter without a GPU: the reference's bytes, and its
+values."""
 
 from __future__ import annotations
 

@@ -89,6 +89,16 @@ def test_worth_of_flat_and_of_peaked_attention(temperature: float) -> None:
     assert np.abs(worth - expected).max() < 1e-2 * expected.max()
 
 
+def test_a_row_beyond_the_range_is_still_the_best() -> None:
+    """Scores far above those of a share's first tile are clipped: the row wins, and nothing overflows."""
+    q, codes, scales, table, count, stats = make_case(1, 64, 1, 2, 4, [60], 60)
+    scales.fill_(110)
+    scales[table[0, 40].long()] = 250
+    worth = twin.scan_rows(q, codes, scales, table, count, stats, 1.0, 2, SMALL).cpu()[0]
+    assert worth.isfinite().all()
+    assert worth.argmax() == 40
+
+
 def test_reference_agrees_with_float64() -> None:
     case = make_case(3, 64, 3, 2, 4, [0, 5, 37], 40)
     worth = plain.scan_rows(*case, 0.1, 2).cpu().double().numpy()
@@ -97,7 +107,7 @@ def test_reference_agrees_with_float64() -> None:
 
 
 def chosen_sets(chosen: Chosen) -> list[set[int]]:
-    rows, count = chosen.rows.cpu(), chosen.count.tolist()
+    rows, count = chosen.rows.cpu(), chosen.number.tolist()
     sets = [set(rows[i, :n].tolist()) for i, n in enumerate(count)]
     assert [len(s) for s in sets] == count, "a row was chosen twice"
     assert all((rows[i, n:] == 0).all() for i, n in enumerate(count))
@@ -133,7 +143,7 @@ def test_each_sequence_has_a_budget_of_its_own() -> None:
     worth, table, count = make_worth([123, 77, 123, 5], 123, "plain")
     wanted = torch.tensor([0, 5, 99, 99], dtype=torch.int32, device=DEVICE)
     result = twin.select_top(worth, table, count, 64, wanted, SMALL)
-    assert result.count.tolist() == [0, 5, 64, 5]
+    assert result.number.tolist() == [0, 5, 64, 5]
     assert chosen_sets(result) == chosen_sets(plain.select_top(worth, table, count, 64, wanted))
 
 
@@ -150,7 +160,7 @@ def test_no_rows_at_all() -> None:
     q, codes, scales, table, count, stats = make_case(2, 64, 2, 2, 4, [0, 0], 0)
     assert twin.scan_rows(q, codes, scales, table, count, stats, 1.0, 2).shape == (2, 0)
     chosen = twin.scan_and_select(q, codes[:0], scales[:0], table, count, stats, 1.0, 2, 4, None)
-    assert chosen.count.tolist() == [0, 0]
+    assert chosen.number.tolist() == [0, 0]
     assert chosen.rows.tolist() == [[0] * 4] * 2
 
 

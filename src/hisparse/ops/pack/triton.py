@@ -1,13 +1,15 @@
 """Packing with Triton: normalise, decide, quantise and pack K and V in one launch, the input read once.
 
 A program takes one head of a few pages; its block stays in registers from the load to the codes. The arithmetic is that
-of the reference, step by step and rounded alike (divisions and reciprocals to nearest, no fused multiply-adds), so the bytes
-are those of the reference on a CPU. On CUDA, torch itself divides by a number as it multiplies with the number's reciprocal: its
-steps may then differ in the last bit of float32, before they are rounded up to bfloat16.
+of the reference, step by step and rounded alike (divisions and reciprocals to nearest, no fused multiply-adds), so
+the bytes are those of the reference on a CPU. On CUDA, torch itself divides by a number as it multiplies with the
+number's reciprocal: its steps may then differ in the last bit of float32, before they are rounded up to bfloat16.
 
 Raw pages, the peak test and heads of other than one, two or four channel groups are left to the reference.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 from __future__ import annotations
 
 import math
@@ -55,7 +57,8 @@ def _upper(x, y):
 def _channels(
     p_order, p_mean, p_rate, i_head, first: tl.constexpr, D: tl.constexpr, EP: tl.constexpr, RUN: tl.constexpr
 ):
-    """Of the stored channels first .. first + D/2 - 1, by [4, E]: where they lie in the input, their means, their rates."""
+    """Of the stored channels first .. first + D/2 - 1, by [4, E]: where they lie in the input, their means, their
+    rates."""
     E: tl.constexpr = D // 8
     s, e = tl.arange(0, 4)[:, None], tl.arange(0, EP)[None, :]
     inside = (s >= 0) & (e < E)
@@ -158,12 +161,12 @@ def _pack(
     k_fast = _channels(p_order, p_k_mean, p_k_rate, i_head, D // 2, D, EP, RUN)
     v_slow = _channels(p_order, p_v_mean, p_v_rate, i_head, 0, D, EP, 0)
     v_fast = _channels(p_order, p_v_mean, p_v_rate, i_head, D // 2, D, EP, 0)
-    for i in tl.static_range(EACH):
+    for i in range(EACH):
         i_page = tl.program_id(0).to(tl.int64) * EACH + i
         if i_page < n_pages:
             p_page = p_pages + i_page * PAGE_BYTES
-            p_k_page = p_k + i_page * k_page + i_head * k_head
-            p_v_page = p_v + i_page * v_page + i_head * v_head
+            p_k_page = p_k + i_page * k_page + i_head.to(tl.int64) * k_head
+            p_v_page = p_v + i_page * v_page + i_head.to(tl.int64) * v_head
             bad = _pack_one(p_k_page, k_slow, k_fast, p_page, i_head, k_token, D, P, PP, EP, GROUP, KF)
             bad += _pack_one(p_v_page, v_slow, v_fast, p_page, i_head, v_token, D, P, PP, EP, GROUP, VF)
             if bad > 0:
@@ -204,7 +207,8 @@ def pack_pages(
     options = {} if INTERPRET else {"num_warps": warps, "enable_fp_fusion": False}
     run = math.gcd(8, *(number for piece in stats.runs for number in piece), fmt.head_dim // 8)
     _pack[(-(-len(k) // each), fmt.heads)](
-        k, v, stats.k_mean, stats.k_scale.reciprocal(), stats.v_mean, stats.v_scale.reciprocal(), stats.order, pages, bad,
+        k, v, stats.k_mean, stats.k_scale.reciprocal(), stats.v_mean, stats.v_scale.reciprocal(), stats.order, pages,
+        bad,
         len(k), *strides, fmt.head_dim, fmt.tokens, triton.next_power_of_2(fmt.tokens),
         triton.next_power_of_2(fmt.head_dim // 8), fmt.group, run, fmt.page_bytes, _field(fmt.k, split == "rope"),
         _field(fmt.v, False), each, **options,

@@ -1,8 +1,8 @@
 """Scanning the sketches of a batch in one decode step, and choosing the rows to read back.
 
-This is the batched twin of `score_sketch` followed by `select_rows`, for one query a sequence: rows are scored where they
-lie in the pools, by tables of row ids, and the scores of single tokens never leave the chip. Lengths live on the device and
-every shape is static, so that a step can be captured in a CUDA graph.
+This is the batched twin of `score_sketch` followed by `select_rows`, for one query a sequence: rows are scored where
+they lie in the pools, by tables of row ids, and the scores of single tokens never leave the chip. Lengths live on the
+device and every shape is static, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Chosen", "scan_and_select", "scan_rows", "select_top"]
 
 
 class Chosen(NamedTuple):
-    """rows: int32 [B, budget], entries of the table, each at most once, in no particular order; count: int32 [B], how many
-    of them are set (the rest is 0)."""
+    """rows: int32 [B, budget], entries of the table, each at most once, in no particular order; number: int32 [B],
+    how many of them are set (the rest is 0)."""
 
     rows: Tensor
-    count: Tensor
+    number: Tensor
 
 
 def scan_rows(
@@ -41,8 +41,8 @@ def scan_rows(
     """What each row is worth to one query a sequence.
 
     q: [B, Hq, D] post-RoPE. codes: uint8 [n, R * H * D * bits / 8] and scales: uint8 [n, R * H], the pools that
-    `build_sketch` fills (R tokens a row). table: int32 [B, max_rows], row ids of each sequence; count: int32 [B], how many
-    of them are in use: what lies beyond is not read. bits: 1 or 2.
+    `build_sketch` fills (R tokens a row). table: int32 [B, max_rows], row ids of each sequence; count: int32 [B], how
+    many of them are in use: what lies beyond is not read. bits: 1 or 2.
 
     Returns float32 [B, max_rows]: the sum over query heads of the square root of the share of the head's estimated
     attention (over this sequence's rows) that falls on the row; -inf beyond the count. Raises FormatError for pools and
@@ -56,10 +56,10 @@ def scan_rows(
 def select_top(worth: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None = None) -> Chosen:
     """The rows of each sequence that are worth most.
 
-    worth: float32 [B, max_rows], not negative where in use (see `scan_rows`); table, count: as there. budget: rows that the
-    result has room for. wanted: int32 [B], how many to choose for each sequence, at most `budget` (None: `budget` for all).
-    Which of several rows of equal worth is taken is not defined, but it is the same one each time. Raises FormatError for
-    shapes that do not fit.
+    worth: float32 [B, max_rows], not negative where in use (see `scan_rows`); table, count: as there. budget: rows
+    that the result has room for. wanted: int32 [B], how many to choose for each sequence, at most `budget` (None:
+    `budget` for all). Which of several rows of equal worth is taken is not defined, but it is the same one each time.
+    Raises FormatError for shapes that do not fit.
     """
     if worth.shape != table.shape or worth.dtype != torch.float32:
         raise FormatError(

@@ -1,58 +1,69 @@
-"""Kernels that choose the rows of most worth: a radix selection whose first digit is counted by all multiprocessors.
+"""Kernels that choose the rows of most worth.
 
-Worth is not negative, so its bits order as it does. The first digit (sign, exponent and three bits of the mantissa) says for
-nearly every row whether it is chosen; the rows whose digit is the one at which the budget runs out, a few per cent of what
-is chosen and more, are left to one program a sequence, which goes on digit by digit, and at last by row number: so the choice is
-the same each time although the order is not.
+Worth is not negative, so its bits order as it does. All multiprocessors count the rows by bins of 2**-8 of an octave,
+BINS of them below a limit. Which bin the budget runs out in then says for nearly every row whether it is chosen; the
+few rows of that bin are left to one program a sequence, which finds the exact limit by bisection, and among equals
+one of the row number: so the choice is the same each time although the order is not.
+
+The limit: where worth is what `scan_rows` returns, a sum of roots of shares over `heads` query heads, its squares sum
+to no more than ``heads ** 2`` (Cauchy and Schwarz), and so no more than `budget` rows reach ``heads / sqrt(budget)``.
+All rows from there on share the top bin; eight octaves below, the bottom bin takes the rest. Other worth is chosen as
+exactly, if more slowly: bins are only a first sieve.
 """
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 
 from __future__ import annotations
+
+import math
+import struct
 
 import triton
 import triton.language as tl
 
-from hisparse.ops.scan.kernels import bound
+from hisparse.ops.scan.kernels import bound, count_bins, find_bin
 
 BINS = 2048
-SHIFT = 20  # 31 bits without the sign: 11, then 10, then 10
-DIGIT = 1024
+SHIFT = 15  # of 31 bits, the exponent and the first eight of the mantissa remain
+
+
+def lowest_bin(heads: float, budget: int) -> int:
+    """First digits of the bottom bin's upper neighbours: BINS below those of the limit."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", heads / math.sqrt(budget)))
+    return max(int(bits >> SHIFT) - (BINS - 1), 0)
 
 
 @triton.jit
-def count_first(p_worth, p_count, p_histogram, n_rows_max, ROWS: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr):
-    """p_histogram int32 [B, BINS + 2], cleared before: how many rows have which first digit."""
+def count_first(p_worth, p_count, p_histogram, n_rows_max, base, ROWS: tl.constexpr, TILES: tl.constexpr,
+                BINS: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
+    """p_histogram int32 [B, BINS + 2], cleared before: how many rows each bin has."""
     i_batch = tl.program_id(1).to(tl.int64)
     count = tl.minimum(tl.load(p_count + i_batch), n_rows_max)
-    if tl.program_id(0) * ROWS < count:
-        i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for i_tile in range(TILES):
+        i_row = (tl.program_id(0) * TILES + i_tile) * ROWS + tl.arange(0, ROWS)
         m_row = i_row < count
         worth = tl.load(p_worth + i_batch * n_rows_max + i_row, mask=m_row, other=0.0)
-        bucket = (worth.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> SHIFT
-        counts = tl.histogram(bucket, BINS)
-        bins = tl.arange(0, BINS)
-        counts = tl.where(bins == 0, counts - (ROWS - tl.sum(m_row.to(tl.int32), 0)), counts)
-        tl.atomic_add(p_histogram + i_batch * (BINS + 2) + bins, counts, mask=counts > 0, sem="relaxed")
+        counts += count_bins(worth, m_row, base, ROWS, BINS, SHIFT)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(p_histogram + i_batch * (BINS + 2) + bins, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
-def _cut(counts, wanted, SIZE: tl.constexpr):
-    """Of `counts` [SIZE]: the digit at which `wanted`, counted from the top, is reached (-1: never), and the count above it."""
-    upto = tl.cumsum(counts, 0)
+def _cut(counts, wanted):
+    """Of `counts`: the bin at which `wanted`, counted from the top, is reached; -1 where it never is."""
     total = tl.sum(counts, 0)
-    above = total - upto  # rows with a larger digit
-    digit = tl.sum((above >= wanted).to(tl.int32), 0)  # `above` falls with the digit
-    digit = tl.where(total < wanted, -1, digit)
-    i = tl.arange(0, SIZE)
-    return digit, tl.sum(tl.where(i == digit, above, 0), 0)
+    above = total - tl.cumsum(counts, 0)  # rows in higher bins: fewer from bin to bin
+    return tl.where(total < wanted, -1, tl.sum((above >= wanted).to(tl.int32), 0))
 
 
 @triton.jit
 def take_first(
-    p_worth, p_table, p_count, p_wanted, p_histogram, p_rows, p_key, p_row, n_rows_max, budget,
+    p_worth, p_table, p_count, p_wanted, p_histogram, p_rows, p_key, p_row, n_rows_max, budget, base,
     ROWS: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the rows of a larger first digit to p_rows int32 [B, budget], and those at the cut as candidates to p_key and
-    p_row int32 [B, max_rows]. The last two entries of the histogram count both."""
+    """Writes the rows of higher bins to p_rows int32 [B, budget], and those of the bin at the cut as candidates to
+    p_key and p_row int32 [B, max_rows]. The last two entries of the histogram count both."""
     i_batch = tl.program_id(1).to(tl.int64)
     count = tl.minimum(tl.load(p_count + i_batch), n_rows_max)
     if tl.program_id(0) * ROWS < count:
@@ -60,47 +71,56 @@ def take_first(
         if LIMITED:
             wanted = tl.minimum(tl.load(p_wanted + i_batch), budget)
         p_histogram += i_batch * (BINS + 2)
-        bins = tl.arange(0, BINS)
-        digit, _ = _cut(tl.load(p_histogram + bins), wanted, BINS)
+        cut = _cut(tl.load(p_histogram + tl.arange(0, BINS)), wanted)
         i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         m_row = i_row < count
         worth = tl.load(p_worth + i_batch * n_rows_max + i_row, mask=m_row, other=0.0)
         key = worth.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        bucket = tl.where(m_row, key >> SHIFT, -2)
-        taken = (bucket > digit).to(tl.int32)
-        place = tl.cumsum(taken, 0)
+        place = tl.where(m_row, find_bin(key, base, BINS, SHIFT), -2)
+        taken = (place > cut).to(tl.int32)
+        order = tl.cumsum(taken, 0)
         n_taken = tl.sum(taken, 0)
         if n_taken > 0:
-            base = tl.atomic_add(p_histogram + BINS, n_taken, sem="relaxed")
+            at = tl.atomic_add(p_histogram + BINS, n_taken, sem="relaxed") + order - 1
             row = tl.load(p_table + i_batch * n_rows_max + i_row, mask=taken > 0, other=0)
-            at = base + place - 1
             tl.store(p_rows + i_batch * budget + at, row, mask=(taken > 0) & (at < budget))
-        left = (bucket == digit).to(tl.int32)
-        place = tl.cumsum(left, 0)
+        left = (place == cut).to(tl.int32)
+        order = tl.cumsum(left, 0)
         n_left = tl.sum(left, 0)
         if n_left > 0:
-            at = i_batch * n_rows_max + tl.atomic_add(p_histogram + BINS + 1, n_left, sem="relaxed") + place - 1
-            tl.store(p_key + at, key, mask=left > 0)
-            tl.store(p_row + at, i_row, mask=left > 0)
+            to = i_batch * n_rows_max + tl.atomic_add(p_histogram + BINS + 1, n_left, sem="relaxed") + order - 1
+            tl.store(p_key + to, key, mask=left > 0)
+            tl.store(p_row + to, i_row, mask=left > 0)
 
 
 @triton.jit
-def _tail_digit(key, row, LEVEL: tl.constexpr, LEVELS: tl.constexpr, DIGIT: tl.constexpr):
-    """Digit LEVEL of a candidate: two of the key's lower twenty bits, then of the row number, smaller ones first."""
-    if LEVEL < 2:
-        return (key >> (10 * (1 - LEVEL))) & (DIGIT - 1)
-    return DIGIT - 1 - ((row >> (10 * (LEVELS - 1 - LEVEL))) & (DIGIT - 1))
+def _count_from(p_key, n, limit, BLOCK: tl.constexpr):
+    """How many of the n keys are `limit` or more."""
+    i = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for at in range(0, bound(n), BLOCK):
+        total += (tl.load(p_key + at + i, mask=at + i < n, other=-1) >= limit).to(tl.int32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _count_equal(p_key, p_row, n, key, last, BLOCK: tl.constexpr):
+    """How many of the n keys are `key`, in rows up to `last`."""
+    i = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for at in range(0, bound(n), BLOCK):
+        equal = tl.load(p_key + at + i, mask=at + i < n, other=-1) == key
+        total += (equal & (tl.load(p_row + at + i, mask=at + i < n, other=0) <= last)).to(tl.int32)
+    return tl.sum(total, 0)
 
 
 @triton.jit
 def take_rest(
     p_table, p_count, p_wanted, p_histogram, p_rows, p_chosen, p_key, p_row, n_rows_max, budget,
-    BLOCK: tl.constexpr, BINS: tl.constexpr, DIGIT: tl.constexpr, LEVELS: tl.constexpr, LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr, BINS: tl.constexpr, ROW_BITS: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Chooses among the candidates of one sequence, fills the rest of p_rows with zeros and writes the number chosen.
-
-    Digit by digit, the cut is found among the candidates whose digits so far are all equal to the cuts.
-    """
+    """Chooses among the candidates of one sequence, fills the rest of p_rows with zeros and writes the number
+    chosen."""
     i_batch = tl.program_id(0).to(tl.int64)
     wanted = budget
     if LIMITED:
@@ -112,40 +132,34 @@ def take_rest(
     p_row += i_batch * n_rows_max
     p_rows += i_batch * budget
     p_table += i_batch * n_rows_max
-    i = tl.arange(0, BLOCK)
     rest = wanted - n_taken
-    cut = ()
-    for level in tl.static_range(LEVELS):
-        counts = tl.zeros((DIGIT,), tl.int32)
+    # The largest key that `rest` candidates reach, bit by bit.
+    limit = 0
+    for bit in range(31):
+        trial = limit | (1 << (30 - bit))
+        limit = tl.where(_count_from(p_key, n_left, trial, BLOCK) >= rest, trial, limit)
+    # Of those that equal it, the ones in the first rows: the smallest last row that makes up the number.
+    more = rest - _count_from(p_key, n_left, limit + 1, BLOCK)
+    last = (1 << ROW_BITS) - 1
+    if _count_equal(p_key, p_row, n_left, limit, last, BLOCK) > more:
+        first = 0  # the bits of `last` that are needed: those without which there are too few
+        for bit in range(ROW_BITS):
+            trial = first | ((1 << (ROW_BITS - 1 - bit)) - 1)
+            enough = _count_equal(p_key, p_row, n_left, limit, trial, BLOCK) >= more
+            first = tl.where(enough, first, first | (1 << (ROW_BITS - 1 - bit)))
+        last = first
+    i = tl.arange(0, BLOCK)
+    base = n_taken
+    if rest > 0:
         for at in range(0, bound(n_left), BLOCK):
             inside = at + i < n_left
-            key = tl.load(p_key + at + i, mask=inside, other=0)
+            key = tl.load(p_key + at + i, mask=inside, other=-1)
             row = tl.load(p_row + at + i, mask=inside, other=0)
-            for before in tl.static_range(level):
-                inside &= _tail_digit(key, row, before, LEVELS, DIGIT) == cut[before]
-            digit = _tail_digit(key, row, level, LEVELS, DIGIT)
-            found = tl.histogram(tl.where(inside, digit, 0), DIGIT)
-            outside = BLOCK - tl.sum(inside.to(tl.int32), 0)
-            counts += tl.where(tl.arange(0, DIGIT) == 0, found - outside, found)
-        limit, above = _cut(counts, rest, DIGIT)
-        rest -= above
-        cut = cut + (limit,)
-    base = n_taken
-    for at in range(0, bound(n_left), BLOCK):
-        inside = at + i < n_left
-        key = tl.load(p_key + at + i, mask=inside, other=0)
-        row = tl.load(p_row + at + i, mask=inside, other=0)
-        equal = inside
-        chosen = i < 0
-        for level in tl.static_range(LEVELS):
-            digit = _tail_digit(key, row, level, LEVELS, DIGIT)
-            chosen |= equal & (digit > cut[level])
-            equal &= digit == cut[level]
-        chosen |= equal
-        number = chosen.to(tl.int32)
-        to = base + tl.cumsum(number, 0) - 1
-        tl.store(p_rows + to, tl.load(p_table + row, mask=chosen, other=0), mask=chosen & (to < wanted))
-        base += tl.sum(number, 0)
+            chosen = inside & ((key > limit) | ((key == limit) & (row <= last)))
+            number = chosen.to(tl.int32)
+            to = base + tl.cumsum(number, 0) - 1
+            tl.store(p_rows + to, tl.load(p_table + row, mask=chosen, other=0), mask=chosen & (to < wanted))
+            base += tl.sum(number, 0)
     for at in range(0, bound(budget), BLOCK):
         empty = (at + i >= wanted) & (at + i < budget)
         tl.store(p_rows + at + i, tl.zeros((BLOCK,), tl.int32), mask=empty)

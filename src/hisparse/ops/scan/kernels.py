@@ -1,19 +1,23 @@
 """Kernels that score sketches.
 
 A sketch's bytes are read as 16-bit words. Word w of a plane holds eight fields of two bits, and both planes are sums of
-such fields: of a four-bit code the upper field counts four times. A field masked out of its word, the upper byte shifted
-down first, is worth ``field << 2 * s`` (s = 0..3, its place in the byte), a number below 1024 whose bits *are* a float16: the
-subnormal ``(field << 2 * s) * 2**-24``, which the matrix units multiply exactly. So unpacking is one AND a field pair, and
-everything else - step, place, 2**-24 - is folded into the weights that the query brings along. The middle of every field is
-1.5, so what the codes' zero point adds to a score is one number a query, the accumulator's first value.
+such fields: of a four-bit code the upper field counts four times. A field masked out of its word, the upper byte
+shifted down first, is worth ``field << 2 * s`` (s = 0..3, its place in the byte), a number below 1024 whose bits
+*are* a float16: the subnormal ``(field << 2 * s) * 2**-24``, which the matrix units multiply exactly. So unpacking is
+one AND a field pair, and everything else - step, place, 2**-24 - is folded into the weights that the query brings
+along. The middle of every field is 1.5, so what the codes' zero point adds to a score is one number a query, the
+accumulator's first value.
 
-Both planes of a head are one operand: its columns are the words of the four-bit plane, then those of the two-bit plane. Where
-they are fewer than the 16 that the matrix units take, `HG` heads share an operand; the weights of a query are zero in the
-columns of other heads.
+Both planes of a head are one operand: its columns are the words of the four-bit plane, then those of the two-bit
+plane. Where they are fewer than the 16 that the matrix units take, `HG` heads share an operand; the weights of a
+query are zero in the columns of other heads.
 
 Names: p_ pointer, i_ index, n_ count, f field (0..7, lower byte first), c column. Logarithms are to base 2 inside.
 """
 
+# ruff: noqa: RUF005
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 from __future__ import annotations
 
 import os
@@ -135,12 +139,11 @@ def read_weights(p_weight, p_middle, at, KP: tl.constexpr, NP: tl.constexpr):
     """Eight float16 tiles [KP, NP] and the accumulator's first value, float32 [NP]."""
     c, n = tl.arange(0, KP), tl.arange(0, NP)
     tiles = ()
-    first = tl.zeros((NP,), tl.float32)
     for f in tl.static_range(8):
-        i = at * 8 + f
-        tiles = tiles + (tl.load(p_weight + i * (KP * NP) + c[:, None] * NP + n[None, :]),)
-        first -= tl.load(p_middle + i * NP + n)
-    return tiles, first * 5.9604644775390625e-08  # 2**-24
+        tiles = tiles + (tl.load(p_weight + (at * 8 + f) * (KP * NP) + c[:, None] * NP + n[None, :]),)
+    f = tl.arange(0, 8)
+    middle = tl.sum(tl.load(p_middle + (at * 8 + f[:, None]) * NP + n[None, :]), 0)
+    return tiles, middle * -5.9604644775390625e-08  # 2**-24
 
 
 @triton.jit
@@ -150,9 +153,9 @@ def read_words(p_token, i_group, HEADS: tl.constexpr, W: tl.constexpr, HG: tl.co
     plane, within = c // (HG * W), c % (HG * W)
     at = plane * (HEADS * W) + i_group * (HG * W) + within
     if 2 * HG * W == KP and HEADS % HG == 0:
-        return tl.load(p_token[:, None] + at[None, :], eviction_policy="evict_first")
+        return tl.load(p_token[:, None] + at[None, :])
     inside = (plane < 2) & (i_group * (HG * W) + within < HEADS * W)
-    return tl.load(p_token[:, None] + at[None, :], mask=inside[None, :], other=0, eviction_policy="evict_first")
+    return tl.load(p_token[:, None] + at[None, :], mask=inside[None, :], other=0)
 
 
 @triton.jit
@@ -180,16 +183,18 @@ def scan_share(
 ):  # fmt: skip
     """One share of a sequence's rows, for GROUPS of its ALL head groups.
 
-    Writes p_value bfloat16 [B, ALL, max_rows, HG * Q]: the square root of a row's attention, relative to a score of zero; and
-    p_part float32 [B, ALL, NP, shares]: log2 of the sum of the share's attention.
+    Writes p_value bfloat16 [B, ALL, max_rows, HG * Q]: the square root of a row's attention, relative to a score of
+    zero; and p_part float32 [B, ALL, NP, shares]: log2 of the sum of the share's attention.
 
     Attention is summed relative to the largest score of the share's first tile, which saves a running maximum: the
-    range of float32 bears scores 2**HEADROOM times higher, and higher ones are clipped to that, which still puts their rows
-    first. TOKENS tokens of each row are requested before the first is used.
+    range of float32 bears scores 2**HEADROOM times higher, and higher ones are clipped to that, which still puts
+    their rows first. TOKENS tokens of each row are requested before the first is used.
     """
-    i_share, i_block = tl.program_id(0), tl.program_id(1)
-    i_batch = tl.program_id(2).to(tl.int64)
-    n_share = tl.num_programs(0)
+    BLOCKS: tl.constexpr = ALL // GROUPS
+    # Programs of the same rows are neighbours: what one fetches along with its bytes the others find in the L2 cache.
+    i_share, i_block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    i_batch = tl.program_id(1).to(tl.int64)
+    n_share = tl.num_programs(0) // BLOCKS
     TOKEN_WORDS: tl.constexpr = 2 * HEADS * W
     N: tl.constexpr = HG * Q
     BYTES: tl.constexpr = GROUPS if HG == 1 and (GROUPS == 2 or GROUPS == 4) and HEADS % GROUPS == 0 else 1
@@ -203,23 +208,28 @@ def scan_share(
     n = tl.arange(0, NP)
     r = tl.arange(0, ROWS)
 
-    weights = ()
-    firsts = ()
-    references = ()
-    totals = ()
+    # All loads before the first use: the way of an operand to the matrix units holds up whatever comes after it.
     i_row = start * ROWS + r
     m_row = i_row < count
     ids = tl.load(p_table + i_row, mask=m_row, other=0).to(tl.int64)
+    weights = ()
+    firsts = ()
+    totals = ()
+    words_0 = ()
+    scales_0 = ()
     for g in tl.static_range(GROUPS):
         tiles, first = read_weights(p_weight, p_middle, i_batch * ALL + i_group + g, KP, NP)
         weights = weights + (tiles,)
         firsts = firsts + (first,)
         totals = totals + (tl.zeros((ROWS, NP), tl.float32),)
-        words_0 = read_words(p_codes + ids * (R * TOKEN_WORDS), i_group + g, HEADS, W, HG, KP)
+        words_0 = words_0 + (read_words(p_codes + ids * (R * TOKEN_WORDS), i_group + g, HEADS, W, HG, KP),)
         n_head_0 = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
-        scale_0 = decode_scale(tl.load(p_scales + (ids * (R * HEADS))[:, None] + n_head_0[None, :]))
-        s_0 = tl.where(m_row[:, None], raw_scores(words_0, tiles, first, SIMD) * scale_0, -FARTHEST)
-        references = references + (tl.minimum(tl.max(s_0, 0), FARTHEST),)
+        scales_0 = scales_0 + (tl.load(p_scales + (ids * (R * HEADS))[:, None] + n_head_0[None, :]),)
+    references = ()
+    for g in tl.static_range(GROUPS):
+        s_0 = raw_scores(words_0[g], weights[g], firsts[g], SIMD) * decode_scale(scales_0[g])
+        top_0 = tl.max(tl.where(m_row[:, None], s_0, -FARTHEST), 0)
+        references = references + (tl.minimum(tl.maximum(top_0, -FARTHEST), FARTHEST),)
 
     for i_tile in tl.range(bound(start), bound(end), num_stages=STAGES):
         i_row = i_tile * ROWS + r
@@ -296,18 +306,38 @@ def combine_shares(p_part, p_factor, p_clear, n_share, n_clear, N: tl.constexpr,
 
 
 @triton.jit
+def find_bin(key, base, BINS: tl.constexpr, SHIFT: tl.constexpr):
+    """Bin of a worth's bits: its first digits relative to those of the lowest bin, `base`."""
+    return tl.minimum(tl.maximum((key >> SHIFT) - base, 0), BINS - 1)
+
+
+@triton.jit
+def count_bins(worth, seen, base, ROWS: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr):
+    """Histogram int32 [BINS] of the worth of the rows `seen`."""
+    key = worth.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    counts = tl.histogram(tl.where(seen, find_bin(key, base, BINS, SHIFT), 0), BINS)
+    return counts - tl.where(tl.arange(0, BINS) == 0, ROWS - tl.sum(seen.to(tl.int32), 0), 0)
+
+
+@triton.jit
 def sum_heads(
-    p_value, p_factor, p_count, p_worth, p_histogram, n_rows_max,
-    ALL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr,
+    p_value, p_factor, p_count, p_worth, p_histogram, n_rows_max, base,
+    ALL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """p_worth float32 [B, max_rows] from the heads' values; their histogram, int32 [B, BINS + 2], where BINS > 0."""
+    """p_worth float32 [B, max_rows] from the heads' values; where BINS > 0 also their histogram, int32 [B, BINS + 2].
+
+    TILES tiles of ROWS rows a program, counted together: few programs add to the bins in memory, where they queue up.
+    """
     i_batch = tl.program_id(1).to(tl.int64)
     count = tl.minimum(tl.load(p_count + i_batch), n_rows_max)
-    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    m_row = i_row < count
     n = tl.arange(0, NP)
-    worth = tl.zeros((ROWS,), tl.float32)
-    if tl.program_id(0) * ROWS < count:
+    if BINS > 0:
+        counts = tl.zeros((BINS,), tl.int32)
+    for i_tile in range(TILES):
+        i_row = (tl.program_id(0) * TILES + i_tile) * ROWS + tl.arange(0, ROWS)
+        m_row = i_row < count
+        worth = tl.zeros((ROWS,), tl.float32)
         for g in tl.static_range(ALL):
             i_group = i_batch * ALL + g
             factor = tl.load(p_factor + i_group * N + n, mask=n < N, other=0.0)
@@ -316,10 +346,9 @@ def sum_heads(
             value = tl.load(p_row[:, None] + n[None, :], mask=seen, other=0.0).to(tl.float32)
             worth += tl.sum(value * factor[None, :] * factor[None, :], 1)
         if BINS > 0:
-            bucket = worth.to(tl.int32, bitcast=True) >> SHIFT
-            counts = tl.histogram(tl.where(m_row, bucket, 0), BINS)
-            bins = tl.arange(0, BINS)
-            outside = ROWS - tl.sum(m_row.to(tl.int32), 0)
-            counts = tl.where(bins == 0, counts - outside, counts)
-            tl.atomic_add(p_histogram + i_batch * (BINS + 2) + bins, counts, mask=counts > 0, sem="relaxed")
-    tl.store(p_worth + i_batch * n_rows_max + i_row, tl.where(m_row, worth, float("-inf")), mask=i_row < n_rows_max)
+            counts += count_bins(worth, m_row, base, ROWS, BINS, SHIFT)
+        to = p_worth + i_batch * n_rows_max + i_row
+        tl.store(to, tl.where(m_row, worth, float("-inf")), mask=i_row < n_rows_max)
+    if BINS > 0:
+        bins = tl.arange(0, BINS)
+        tl.atomic_add(p_histogram + i_batch * (BINS + 2) + bins, counts, mask=counts > 0, sem="relaxed")

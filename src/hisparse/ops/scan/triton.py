@@ -1,9 +1,10 @@
 """The scan with Triton: see :mod:`.kernels` for how sketches are scored and :mod:`.choose` for the selection.
 
-Four launches score: the queries' weights; the sketches, read once; the shares' sums combined; the heads summed. The share of
-attention that falls on a row is known only when all rows have been seen, so the root of each row's attention is kept for the
-fourth, as bfloat16 relative to a score of zero: 2 bytes a row and query head, 1/8 to 1/16 of the sketches' own bytes, which
-mostly stay in the L2 cache. Reading the sketches twice would cost all of them again; writing scores of tokens, R times more.
+Four launches score: the queries' weights; the sketches, read once; the shares' sums combined; the heads summed. The
+share of attention that falls on a row is known only when all rows have been seen, so the root of each row's attention
+is kept for the fourth, as bfloat16 relative to a score of zero: 2 bytes a row and query head, 1/8 to 1/16 of the
+sketches' own bytes, which mostly stay in the L2 cache. Reading the sketches twice would cost all of them again;
+writing scores of tokens, R times more.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import triton
 from torch import Tensor
 
 from hisparse.ops.scan import Chosen, reference
-from hisparse.ops.scan.choose import BINS, DIGIT, SHIFT, count_first, take_first, take_rest
+from hisparse.ops.scan.choose import BINS, SHIFT, count_first, lowest_bin, take_first, take_rest
 from hisparse.ops.scan.kernels import INTERPRET, combine_shares, scan_share, sum_heads, weigh_queries
 from hisparse.vtq.stats import ChannelStats
+
+TYPICAL_HEADS = 32
+WEIGHTS = 256
+"""Weights of one field that a program of one warp has registers for."""
 
 
 @dataclass(frozen=True)
 class Tuning:
     """How the work is cut.
 
-    rows: rows a tile; warps: warps a program; stages: tiles in flight through shared memory (1: registers only); tokens:
-    tokens of a row requested at once; groups: head groups a program; programs: programs a multiprocessor.
+    rows: rows a tile; warps: warps a program; stages: tiles in flight through shared memory (1: registers only);
+    tokens: tokens of a row requested at once; groups: head groups a program; programs: programs a multiprocessor.
     """
 
     rows: int = 16
@@ -34,14 +39,18 @@ class Tuning:
     stages: int = 1
     tokens: int = 4
     groups: int = 2
-    programs: int = 16
-    registers: int | None = None
+    programs: int = 20
+    registers: int | None = 96
+    weights: int = WEIGHTS
+    sum_tiles: int = 8
     sum_rows: int = 256
     take_rows: int = 1024
 
 
-WEIGHTS = 256
-"""Weights of one field that a program of one warp has registers for."""
+def default_tuning(row_size: int) -> Tuning:
+    """Short rows: the next tile on its way through shared memory pays; long ones have loads enough in flight
+    without."""
+    return Tuning(stages=3 if row_size < 8 else 1)
 
 
 @dataclass(frozen=True)
@@ -71,15 +80,15 @@ def plan_heads(heads: int, head_dim: int, bits: int, queries: int) -> Plan:
 def weights(
     q: Tensor, stats: ChannelStats, scaling: float, plan: Plan, strides: tuple[int, int, int], batch: int, queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights float16 [batch, groups, 8, columns, queries] and middles float32 [batch, groups, 8, queries] of `q`, whose
-    query i of KV head h of sequence b begins at b * strides[0] + h * strides[1] + i * strides[2]."""
+    """Weights float16 [batch, groups, 8, columns, queries] and middles float32 [batch, groups, 8, queries] of `q`,
+    whose query i of KV head h of sequence b begins at b * strides[0] + h * strides[1] + i * strides[2]."""
     basis = stats.query_basis
     weight = torch.empty(batch, plan.groups, 8, plan.columns, plan.queries, dtype=torch.float16, device=q.device)
     middle = torch.empty(batch, plan.groups, 8, plan.queries, dtype=torch.float32, device=q.device)
     dim = stats.head_dim
     weigh_queries[(plan.groups, batch, 8)](
         q, basis, weight, middle, float(scaling), *strides, stats.heads, dim, dim, plan.words, plan.shared, queries,
-        plan.columns, plan.queries, 64,
+        plan.columns, plan.queries, min(128, triton.next_power_of_2(dim)),
     )  # fmt: skip
     return weight, middle
 
@@ -101,7 +110,7 @@ def scan_rows(
     tuning: Tuning | None = None,
 ) -> Tensor:
     """See :func:`hisparse.ops.scan.scan_rows`."""
-    return _scan(q, codes, scales, table, count, stats, scaling, bits, tuning or Tuning(), None)
+    return _scan(q, codes, scales, table, count, stats, scaling, bits, tuning, None, 0)
 
 
 def _scan(
@@ -113,8 +122,9 @@ def _scan(
     stats: ChannelStats,
     scaling: float,
     bits: int,
-    tune: Tuning,
+    tuning: Tuning | None,
     histogram: Tensor | None,
+    base: int,
 ) -> Tensor:
     batch, q_heads, dim = q.shape
     heads, width = stats.heads, table.shape[1]
@@ -126,6 +136,7 @@ def _scan(
     if not len(codes):
         return worth.fill_(float("-inf"))
     row_size, queries = scales.shape[1] // heads, q_heads // heads
+    tune = tuning or default_tuning(row_size)
     if q.stride(2) != 1:
         q = q.contiguous()
     codes, scales, table = codes.contiguous(), scales.contiguous(), table.contiguous()
@@ -133,7 +144,7 @@ def _scan(
     used = plan.shared * queries
     strides = (q.stride(0), queries * q.stride(1), q.stride(1))
     weight, middle = weights(q, stats, scaling, plan, strides, batch, queries)
-    room = max(1, WEIGHTS // (plan.columns * plan.queries))
+    room = max(1, tune.weights // (plan.columns * plan.queries))
     groups = max(g for g in range(1, min(tune.groups, room) + 1) if plan.groups % g == 0)
     tokens = max(t for t in range(1, tune.tokens + 1) if row_size % t == 0)
     blocks = plan.groups // groups
@@ -144,8 +155,9 @@ def _scan(
     part = torch.empty(batch, plan.groups, plan.queries, shares, dtype=torch.float32, device=q.device)
     factor = torch.empty(batch, plan.groups, used, dtype=torch.float32, device=q.device)
     options = {} if INTERPRET else {"num_warps": tune.warps, "maxnreg": tune.registers}
-    scan_share[(shares, blocks, batch)](
-        weight, middle, codes, scales, table, count, value, part, width, heads, queries, row_size, plan.words, plan.shared,
+    scan_share[(shares * blocks, batch)](
+        weight, middle, codes, scales, table, count, value, part, width, heads, queries, row_size, plan.words,
+        plan.shared,
         groups, plan.groups, plan.columns, plan.queries, tune.rows, tokens, not INTERPRET, tune.stages, **options,
     )  # fmt: skip
     bins = 0 if histogram is None else BINS
@@ -153,25 +165,34 @@ def _scan(
         part, factor, part if histogram is None else histogram, shares, 0 if histogram is None else histogram.numel(),
         used, plan.queries, 512, 0 if histogram is None else 256,
     )  # fmt: skip
-    sum_heads[(-(-width // tune.sum_rows), batch)](
-        value, factor, count, worth, part if histogram is None else histogram, width, plan.groups, used, plan.queries,
-        tune.sum_rows, bins, SHIFT,
+    tiles = tune.sum_tiles if bins else 1
+    sum_heads[(-(-width // (tune.sum_rows * tiles)), batch)](
+        value, factor, count, worth, part if histogram is None else histogram, width, base, plan.groups, used,
+        plan.queries, tune.sum_rows, tiles, bins, SHIFT,
     )  # fmt: skip
     return worth
 
 
 def select_top(
-    worth: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None, tuning: Tuning | None = None
+    worth: Tensor,
+    table: Tensor,
+    count: Tensor,
+    budget: int,
+    wanted: Tensor | None,
+    tuning: Tuning | None = None,
+    heads: int = TYPICAL_HEADS,
 ) -> Chosen:
-    """See :func:`hisparse.ops.scan.select_top`."""
+    """See :func:`hisparse.ops.scan.select_top`; `heads`: the query heads that the worth is a sum over, for speed."""
     tune = tuning or Tuning()
     batch, width = worth.shape
+    base = lowest_bin(heads, budget)
     histogram = torch.zeros(batch, BINS + 2, dtype=torch.int32, device=worth.device)
     if width and batch:
-        count_first[(-(-width // tune.take_rows), batch)](
-            worth.contiguous(), count, histogram, width, tune.take_rows, BINS, SHIFT
+        each = tune.sum_rows * tune.sum_tiles
+        count_first[(-(-width // each), batch)](
+            worth.contiguous(), count, histogram, width, base, tune.sum_rows, tune.sum_tiles, BINS, SHIFT
         )
-    return _choose(worth, table, count, budget, wanted, histogram, tune)
+    return _choose(worth, table, count, budget, wanted, histogram, base, tune)
 
 
 def scan_and_select(
@@ -188,17 +209,24 @@ def scan_and_select(
     tuning: Tuning | None = None,
 ) -> Chosen:
     """See :func:`hisparse.ops.scan.scan_and_select`: the first digits are counted while the heads are summed."""
-    tune = tuning or Tuning()
     if not supported(q.shape[2], bits) or not len(codes) or not table.numel():
-        worth = scan_rows(q, codes, scales, table, count, stats, scaling, bits, tune)
-        return select_top(worth, table, count, budget, wanted, tune)
+        worth = scan_rows(q, codes, scales, table, count, stats, scaling, bits, tuning)
+        return select_top(worth, table, count, budget, wanted, tuning)
+    base = lowest_bin(q.shape[1], budget)
     histogram = torch.empty(q.shape[0], BINS + 2, dtype=torch.int32, device=q.device)
-    worth = _scan(q, codes, scales, table, count, stats, scaling, bits, tune, histogram)
-    return _choose(worth, table, count, budget, wanted, histogram, tune)
+    worth = _scan(q, codes, scales, table, count, stats, scaling, bits, tuning, histogram, base)
+    return _choose(worth, table, count, budget, wanted, histogram, base, tuning or Tuning())
 
 
 def _choose(
-    worth: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None, histogram: Tensor, tune: Tuning
+    worth: Tensor,
+    table: Tensor,
+    count: Tensor,
+    budget: int,
+    wanted: Tensor | None,
+    histogram: Tensor,
+    base: int,
+    tune: Tuning,
 ) -> Chosen:
     batch, width = worth.shape
     rows = torch.empty(batch, budget, dtype=torch.int32, device=worth.device)
@@ -211,13 +239,26 @@ def _choose(
     limited = wanted is not None
     if width:
         take_first[(-(-width // tune.take_rows), batch)](
-            worth, table, count, limits, histogram, rows, key, row, width, budget, tune.take_rows, BINS, SHIFT, limited
+            worth,
+            table,
+            count,
+            limits,
+            histogram,
+            rows,
+            key,
+            row,
+            width,
+            budget,
+            base,
+            tune.take_rows,
+            BINS,
+            SHIFT,
+            limited,
         )
-    levels = 2 + -(-max(width, 1).bit_length() // 10)
     options = {} if INTERPRET else {"num_warps": 8}
     take_rest[(batch,)](
-        table, count, limits, histogram, rows, chosen, key, row, width, budget, 2048, BINS, DIGIT, levels, limited,
-        **options,
+        table, count, limits, histogram, rows, chosen, key, row, width, budget, 1024, BINS, max(width, 1).bit_length(),
+        limited, **options,
     )  # fmt: skip
     return Chosen(rows, chosen)
 

@@ -1,6 +1,8 @@
-"""Row selection with Triton: the softmax's denominators in one pass over the scores, the rows' worth in a second, and the
-radix selection of :mod:`hisparse.ops.scan.choose`."""
+"""Row selection with Triton: the softmax's denominators in one pass over the scores, the rows' worth in a second, and
+the radix selection of :mod:`hisparse.ops.scan.choose`."""
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 from __future__ import annotations
 
 import os
@@ -54,9 +56,9 @@ def _worth(
     at = i_row.to(tl.int64)[:, None] * R + j[None, :]
     seen = m_row[:, None] & (j < R)[None, :]
     worth = tl.zeros((ROWS,), tl.float32)
-    for t in range(0, bound(n_queries)):
+    for t in range(bound(n_queries)):
         here = tl.zeros((ROWS,), tl.float32)
-        for h in range(0, bound(n_heads)):
+        for h in range(bound(n_heads)):
             i_query = h * n_queries + t
             part = tl.load(p_part + i_query * n_chunk + c, mask=c < n_chunk, other=float("-inf"))
             top = tl.max(part, 0)
@@ -92,4 +94,8 @@ def select_rows(scores: Tensor, row_size: int, count: int) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     numbers = torch.arange(rows, dtype=torch.int32, device=scores.device)
     every = torch.full((1,), rows, dtype=torch.int32, device=scores.device)
-    return select_top(row_worth(scores, row_size)[None], numbers[None], every, count, None).rows[0].long()
+    return (
+        select_top(row_worth(scores, row_size)[None], numbers[None], every, count, None, heads=len(scores))
+        .rows[0]
+        .long()
+    )

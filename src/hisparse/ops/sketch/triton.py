@@ -1,10 +1,12 @@
 """Sketches with Triton.
 
-Building: one program takes one head of a block of tokens through the basis, six products whose columns are the coordinates of one
-bit field each, so that the codes come out where their bytes want them. Three products of tf32 parts each keep float32's
-accuracy on the matrix units. Scoring: the operands of :mod:`hisparse.ops.scan.kernels`, scores written out.
+Building: one program takes one head of a block of tokens through the basis, six products whose columns are the
+coordinates of one bit field each, so that the codes come out where their bytes want them. Three products of tf32
+parts each keep float32's accuracy on the matrix units. Scoring: the operands of :mod:`hisparse.ops.scan.kernels`,
+scores written out.
 """
 
+# ruff: noqa: RUF005
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 from __future__ import annotations
@@ -55,7 +57,7 @@ def _build(
     t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     m_t = t < n_tokens
     c = tl.arange(0, WP)
-    p_token = p_keys + (t // R) * stride_row + (t % R) * stride_token + i_head * stride_head
+    p_token = p_keys + (t // R) * stride_row + (t % R) * stride_token + i_head.to(tl.int64) * stride_head
     p_basis += i_head * D * D
     coordinate = ()
     for _ in tl.static_range(6):

@@ -40,7 +40,7 @@ WIDE = Tuning(warps=4, programs=2, registers=None)
 EXACT = Tuning(warps=4, stages=3, programs=2, registers=None)
 """For float32 queries, which take every matrix product twice."""
 ROOMY = Tuning(programs=8, registers=None)
-"""For what does not fit in 168 registers: blocks of which each says whether it is split, more than eight queries a head."""
+"""For what does not fit in 168 registers: blocks that each say whether they are split, or over eight queries a head."""
 DENSE_BLOCK = 32
 
 

@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1 << 20, 1 << 17])
     parser.add_argument("--rows", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 1])
-    parser.add_argument("--tunings", help="JSON list of tunings to try; the fastest is reported")
+    parser.add_argument("--tunings", help="JSON list of tunings to try, of which the fastest is reported")
     parser.add_argument("--ordered", action="store_true", help="rows in order of position, not in random places")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--warm", action="store_true", help="compile and check only, on few rows")

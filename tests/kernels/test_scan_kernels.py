@@ -64,6 +64,7 @@ CASES = [  # heads, head_dim, queries, bits, row_size, counts, width
     pytest.param(1, 256, 16, 2, 2, [33], 33, id="1x256-16q-2bit-rows2"),
     pytest.param(2, 96, 7, 2, 4, [123], 123, id="2x96-7q-2bit-rows4"),
     pytest.param(1, 96, 2, 1, 1, [5], 5, id="1x96-2q-1bit-rows1"),
+    pytest.param(8, 64, 1, 2, 4, [7], 9, id="8x64-1q-2bit-four-heads-an-operand"),
     pytest.param(3, 80, 2, 1, 4, [5], 9, id="3x80-1bit-falls-back"),
 ]
 

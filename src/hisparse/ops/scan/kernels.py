@@ -175,6 +175,15 @@ def decode_scale(byte):
 
 
 @triton.jit
+def read_scales(p_scales, ids, j, i_word, ROW: tl.constexpr, HEADS: tl.constexpr, BYTES: tl.constexpr):
+    """Token j's scales of BYTES (2 or 4) adjacent heads, int32 [rows], the first in the lowest byte."""
+    at = ids * (ROW // BYTES) + (j * (HEADS // BYTES) + i_word)
+    if BYTES == 2:
+        return tl.load(p_scales.to(tl.pointer_type(tl.int16)) + at).to(tl.int32)
+    return tl.load(p_scales.to(tl.pointer_type(tl.int32)) + at)
+
+
+@triton.jit
 def scan_share(
     p_weight, p_middle, p_codes, p_scales, p_table, p_count, p_value, p_part, n_rows_max,
     HEADS: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, W: tl.constexpr, HG: tl.constexpr, GROUPS: tl.constexpr,
@@ -197,7 +206,9 @@ def scan_share(
     n_share = tl.num_programs(0) // BLOCKS
     TOKEN_WORDS: tl.constexpr = 2 * HEADS * W
     N: tl.constexpr = HG * Q
+    # Scales of as many heads at a time as make a word: those of the groups, or those of a group.
     BYTES: tl.constexpr = GROUPS if HG == 1 and (GROUPS == 2 or GROUPS == 4) and HEADS % GROUPS == 0 else 1
+    SHARED: tl.constexpr = (HG == 2 or HG == 4) and HEADS % HG == 0
     count = tl.minimum(tl.load(p_count + i_batch), n_rows_max)
     n_tiles = tl.cdiv(count, ROWS)
     start = (i_share * n_tiles.to(tl.int64) // n_share).to(tl.int32)
@@ -246,11 +257,10 @@ def scan_share(
                     p_token = p_codes + ids * (R * TOKEN_WORDS) + j * TOKEN_WORDS
                     loaded = loaded + (read_words(p_token, i_group + g, HEADS, W, HG, KP),)
                 if BYTES > 1:
-                    at = ids * (R * HEADS // BYTES) + (j * (HEADS // BYTES) + i_block)
-                    if BYTES == 2:
-                        scales = scales + (tl.load(p_scales.to(tl.pointer_type(tl.int16)) + at).to(tl.int32),)
-                    else:
-                        scales = scales + (tl.load(p_scales.to(tl.pointer_type(tl.int32)) + at),)
+                    scales = scales + (read_scales(p_scales, ids, j, i_block, R * HEADS, HEADS, BYTES),)
+                elif SHARED:
+                    for g in tl.static_range(GROUPS):
+                        scales = scales + (read_scales(p_scales, ids, j, i_group + g, R * HEADS, HEADS, HG),)
             new = ()
             for g in tl.static_range(GROUPS):
                 total = sums[g]
@@ -258,6 +268,9 @@ def scan_share(
                     acc = raw_scores(loaded[j * GROUPS + g], weights[g], firsts[g], SIMD)
                     if BYTES > 1:
                         scale = decode_scale((scales[j] >> (8 * g)) & 0xFF)[:, None]
+                    elif SHARED:
+                        turn = 8 * tl.minimum(n // Q, HG - 1)
+                        scale = decode_scale((scales[j * GROUPS + g][:, None] >> turn[None, :]) & 0xFF)
                     else:
                         n_head = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
                         at = ids * (R * HEADS) + (j0 + j) * HEADS

@@ -31,7 +31,8 @@ class Tuning:
     """How the work is cut.
 
     rows: rows a tile; warps: warps a program; stages: tiles in flight through shared memory (1: registers only);
-    tokens: tokens of a row requested at once; groups: head groups a program; programs: programs a multiprocessor.
+    tokens: tokens of a row requested at once; groups: head groups a program; shared: heads a group (see
+    `plan_heads`); programs: programs a multiprocessor.
     """
 
     rows: int = 16
@@ -42,6 +43,7 @@ class Tuning:
     programs: int = 20
     registers: int | None = 96
     weights: int = WEIGHTS
+    shared: int = 0
     sum_tiles: int = 8
     sum_rows: int = 256
     take_rows: int = 1024
@@ -70,9 +72,11 @@ def supported(head_dim: int, bits: int) -> bool:
 
 
 @cache
-def plan_heads(heads: int, head_dim: int, bits: int, queries: int) -> Plan:
+def plan_heads(heads: int, head_dim: int, bits: int, queries: int, shared: int = 0) -> Plan:
+    """`shared` 0: enough heads an operand for its 16 columns, and for eight queries where that takes four heads or
+    less."""
     words = head_dim * bits // 32
-    shared = max(1, min(heads, 8 // words))
+    shared = max(1, min(heads, shared or max(8 // words, min(8 // queries, 4))))
     columns = max(16, triton.next_power_of_2(2 * shared * words))
     return Plan(words, shared, -(-heads // shared), columns, max(8, triton.next_power_of_2(shared * queries)))
 
@@ -140,7 +144,7 @@ def _scan(
     if q.stride(2) != 1:
         q = q.contiguous()
     codes, scales, table = codes.contiguous(), scales.contiguous(), table.contiguous()
-    plan = plan_heads(heads, dim, bits, queries)
+    plan = plan_heads(heads, dim, bits, queries, tune.shared)
     used = plan.shared * queries
     strides = (q.stride(0), queries * q.stride(1), q.stride(1))
     weight, middle = weights(q, stats, scaling, plan, strides, batch, queries)

@@ -144,7 +144,8 @@ def test_backend_follows_device_and_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("HISPARSE_BACKEND", raising=False)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert backend_for("pack", cpu) == "reference"
-    assert backend_for("pack", cuda) == ("triton" if has_triton("pack") else "reference")
+    assert backend_for("unpack", cuda) == ("triton" if has_triton("unpack") else "reference")
+    assert backend_for("no_such_op", cuda) == "reference"
     assert select_backend("pack", cpu).__name__ == "hisparse.ops.pack.reference"
     monkeypatch.setenv("HISPARSE_BACKEND", "reference")
     assert backend_for("pack", cuda) == "reference"

@@ -20,7 +20,7 @@ BITS = Literal[4, 5, 6]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TlifConfig(_Section):
@@ -39,11 +39,14 @@ class TlifConfig(_Section):
         ``threshold_base * (context / 131072) ** threshold_exponent``. Clipped to below 1.
         """
         ratio = max(context, 1) / 131072
+        base, power = self.threshold_scale_factor, math.log(ratio, 8)
         if self.threshold_exponent is not None:
-            value = self.threshold_base * ratio**self.threshold_exponent
-        else:
-            value = self.threshold_base * self.threshold_scale_factor ** math.log(ratio, 8)
-        return min(float(value), 1 - 1e-6)
+            base, power = ratio, self.threshold_exponent
+        try:
+            value = float(self.threshold_base * base**power)
+        except OverflowError:
+            value = 1.0
+        return min(value, 1 - 1e-6)
 
 
 class BlgsConfig(_Section):
@@ -97,7 +100,7 @@ class SelectionConfig(_Section):
 
         ``max(min_tokens, root_factor * sqrt(context))``: what a query needs grows with the context, but more slowly.
         """
-        return max(self.min_tokens, math.ceil(self.root_factor * math.sqrt(context)))
+        return max(self.min_tokens, math.ceil(min(self.root_factor * math.sqrt(context), context)))
 
 
 class PrefillConfig(_Section):
@@ -165,11 +168,15 @@ class HiSparseConfig(_Section):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"config {path}: cannot be read ({error}); give the path of a JSON file") from None
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_unique)
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"config {path}: not JSON at line {error.lineno}, column {error.colno} ({error.msg})"
             ) from None
+        except RecursionError:
+            raise ConfigError(f"config {path}: nested too deeply; give an object of sections of keys") from None
+        except ConfigError as error:
+            raise ConfigError(f"config {path}: {error}") from None
         if not isinstance(data, dict):
             raise ConfigError(f"config {path}: holds a {type(data).__name__}; the top level must be an object {{...}}")
         try:
@@ -180,6 +187,15 @@ class HiSparseConfig(_Section):
     def dump(self) -> str:
         """JSON text that :meth:`load` reads back to an equal config."""
         return self.model_dump_json(indent=2)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:  # JSON would silently take the last
+            raise ConfigError(f'key "{key}" is given twice; give it once')
+        data[key] = value
+    return data
 
 
 def _known_keys(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
@@ -202,7 +218,8 @@ def _explain(error: ValidationError, model: type[BaseModel]) -> str:
             hint = f'did you mean "{close[0]}"?' if close else f"known keys here: {', '.join(known)}"
             lines.append(f'unknown key "{key}" (value {item["input"]!r}); {hint}')
         elif item["type"] == "value_error":
-            lines.append(f"{key}: {item['ctx']['error']}")
+            where = f"{key}: " if path else ""
+            lines.append(f"{where}{item['ctx']['error']}")
         else:
             lines.append(f"{key} = {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}")
     return "; ".join(lines)

@@ -26,6 +26,7 @@ def calibrate(
     from rich.console import Console
     from rich.progress import Progress
 
+    from hisparse.cli.generate import check_writable
     from hisparse.cli.session import read_text
     from hisparse.identity import ModelIdentity
     from hisparse.models import load_model
@@ -34,6 +35,7 @@ def calibrate(
 
     if output.suffix != ".safetensors":
         raise InputError(f"output {output}: the name must end in .safetensors, as in {output.stem}.safetensors")
+    check_writable(output)
     texts = [read_text(path) for path in corpus]
     network, tokenizer = load_model(model)
     pieces = sample_windows(tokenizer, texts, windows, length)

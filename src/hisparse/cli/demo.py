@@ -87,7 +87,7 @@ def _find_fact(model: Any, tokenizer: Any, book: str, config: HiSparseConfig, le
     # The chat template, the fact and the question take some of the tokens.
     document = hide(books.opening(book, tokenizer, lengths.searched - 80), FACT, 0.4)
     prompt = session.build_prompt(tokenizer, document, QUESTION, model.device)
-    print(f"{QUESTION}\n> ", end="", flush=True)
+    print(QUESTION, flush=True)
     result = session.complete(model, tokenizer, prompt, config, lengths.answer, compare=True, stream=True)
     return result, ANSWER in result.text
 

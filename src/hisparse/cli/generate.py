@@ -93,18 +93,28 @@ def check_writable(path: Path | None) -> None:
     """Raise InputError before the work, not after it, where a result could not be written."""
     if path is None:
         return
-    folder = path.parent
-    if path.is_dir():
-        raise InputError(f"{path}: a directory; give the path of a file to write")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: {folder} is not a directory that can be written; create it or name another")
+    partial = _partial(path)
+    try:  # permission bits do not tell: root ignores them, and some file systems take no files
+        if path.is_dir():
+            raise InputError(f"{path}: a directory; give the path of a file to write")
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); create its folder or name another") from None
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write `data`, indented, in one step: a reader sees the whole file or none."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    partial = _partial(path)
+    try:
+        partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); free disk space or name another") from None
 
 
 def size(count: float) -> str:
@@ -136,11 +146,8 @@ def summary_table(data: dict[str, Any]) -> Table:
         table.add_row(name, text)
 
     line("tokens", f"{data['prompt_tokens']} prompt, {data['new_tokens']} new")
-    line(
-        "KV cache",
-        f"{size(kv['gpu_bytes'])} on the device, {size(kv['host_bytes'])} on the host; "
-        f"dense bf16 {size(kv['dense_bytes'])}: capacity x{kv['capacity']:.2f}",
-    )
+    line("KV cache", f"{size(kv['gpu_bytes'])} on the device, {size(kv['host_bytes'])} on the host")
+    line("capacity", f"x{kv['capacity']:.2f} of a dense bf16 cache ({size(kv['dense_bytes'])})")
     line(
         "where",
         f"{tokens['kept']} kept packed, {tokens['set_aside']} set aside, {tokens['dense']} dense; "
@@ -153,8 +160,8 @@ def summary_table(data: dict[str, Any]) -> Table:
         dense = data["dense"]
         line(
             "dense cache",
-            f"agrees on {dense['token_agreement']:.1%} of the tokens, mean KL {dense['mean_kl']:.4f} nats; "
-            f"prefill {dense['seconds']['prefill']:.2f} s, decode {dense['seconds']['decode']:.2f} s",
+            f"agrees on {dense['token_agreement']:.1%} of the tokens, mean KL {dense['mean_kl']:.4f} nats",
         )
-        line("dense text", dense["text"].strip())
+        line("  seconds", f"prefill {dense['seconds']['prefill']:.2f}, decode {dense['seconds']['decode']:.2f}")
+        line("  text", dense["text"].strip())
     return table

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hisparse.cli.generate import check_writable
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def plan_blocks_command(
     from hisparse.config import HiSparseConfig
 
     settings = HiSparseConfig() if config is None else HiSparseConfig.load(config)
+    check_writable(png)
+    check_writable(json_out)
     given = [name for name, value in (("--importance", importance), ("--text", text), ("--tokens", tokens)) if value]
     if tokens == 0 and not given:
         given = ["--tokens"]

@@ -27,6 +27,7 @@ def bench_quant_error(
     from rich.console import Console
     from rich.table import Table
 
+    from hisparse.cli.generate import check_writable
     from hisparse.cli.session import read_text
     from hisparse.config import HiSparseConfig
     from hisparse.errors import InputError
@@ -36,6 +37,7 @@ def bench_quant_error(
     from hisparse.vtq.report import quantisation_report
 
     settings = (HiSparseConfig() if config is None else HiSparseConfig.load(config)).vtq
+    check_writable(json)
     content = read_text(text)[skip : skip + 12 * tokens]
     network, tokenizer = load_model(model)
     window = context_window(network)

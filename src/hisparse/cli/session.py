@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from hisparse.config import HiSparseConfig
     from hisparse.integrations.transformers import HiSparseCache
+
+_LONG = 1000  # tokens of a prompt that is worth a line while nothing else can be seen
 
 
 def read_text(path: Path) -> str:
@@ -298,7 +301,7 @@ def compare_dense(model: Any, tokenizer: Any, result: Result, max_new_tokens: in
     return {
         "text": tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True),
         "token_agreement": float(agreement),
-        "mean_kl": float(kl.mean()),
+        "mean_kl": max(float(kl.mean()), 0.0),  # rounding can take a zero below it
         "seconds": seconds,
     }
 
@@ -372,6 +375,8 @@ def complete(
     from transformers import TextStreamer
 
     cache = open_cache(model, config, tlif, calibration, keep_plans)
+    if stream and prompt.length > _LONG:
+        print(f"Reading {prompt.length} tokens ...", file=sys.stderr, flush=True)
     torch.manual_seed(seed)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     result = generate(

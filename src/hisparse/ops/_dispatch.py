@@ -18,8 +18,8 @@ from hisparse.errors import ConfigError
 
 BACKENDS = ("reference", "triton")
 ON_CUDA = frozenset({"unpack"})
-"""Ops whose Triton twin serves CUDA tensors unasked. The other twins pass in Triton's interpreter but changed since they
-last ran on a GPU: run their tests there, then add them."""
+"""Ops whose Triton twin serves CUDA tensors unasked. The others pass in Triton's interpreter but changed since they last
+ran on a GPU: run their tests there, then add them."""
 
 
 @cache

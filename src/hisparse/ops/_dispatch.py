@@ -18,7 +18,7 @@ from hisparse.errors import ConfigError
 
 BACKENDS = ("reference", "triton")
 ON_CUDA = frozenset({"unpack"})
-"""Ops whose Triton twin serves CUDA tensors unasked. The others pass in Triton's interpreter but changed since they last
+"""Ops whose Triton twin serves CUDA tensors unasked. The others pass in the interpreter but changed since they last
 ran on a GPU: run their tests there, then add them."""
 
 

@@ -114,7 +114,7 @@ class PrefillConfig(_Section):
 class BudgetConfig(_Section):
     """Byte target: `capacity` = dense bf16 bytes / device bytes. None leaves the threshold alone."""
 
-    capacity: float | None = Field(9.0, gt=0)
+    capacity: float | None = Field(9.0, ge=0.1, le=1000)
     min_keep: float = Field(0.01, ge=0, le=1)
     max_keep: float = Field(0.37, ge=0, le=1)
 

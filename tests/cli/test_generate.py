@@ -232,3 +232,9 @@ def test_a_damaged_companion_file_is_refused(
     assert code == 2
     assert "bad.safetensors" in err
     assert "Traceback" not in err
+
+
+def test_the_summary_says_when_the_byte_target_is_out_of_reach(cli: Any, tiny_directory: Path, text_file: Path) -> None:
+    code, _, err = cli("generate", "-m", tiny_directory, "-f", text_file, "-n", 2, "--device", "cpu")
+    assert code == 0
+    assert "short of the target of x9" in " ".join(err.split())

@@ -257,3 +257,9 @@ def test_a_model_without_companion_files_is_told_so() -> None:
     model = tiny()
     with pytest.warns(UserWarning, match="no calibration for this model"), pytest.warns(UserWarning, match="no TLIF"):
         HiSparseCache(model)
+
+
+def test_a_dictionary_in_the_place_of_a_configuration() -> None:
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match=r"config is a dict; pass HiSparseConfig\(\.\.\.\)"):
+        HiSparseCache(model, {"evict": "none"})  # type: ignore[arg-type]

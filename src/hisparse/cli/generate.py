@@ -148,6 +148,8 @@ def summary_table(data: dict[str, Any]) -> Table:
     line("tokens", f"{data['prompt_tokens']} prompt, {data['new_tokens']} new")
     line("KV cache", f"{size(kv['gpu_bytes'])} on the device, {size(kv['host_bytes'])} on the host")
     line("capacity", f"x{kv['capacity']:.2f} of a dense bf16 cache ({size(kv['dense_bytes'])})")
+    if kv["target"] is not None and kv["capacity"] < kv["target"]:
+        line("", f"short of the target of x{kv['target']:g}: the context is too short for it, or the settings too rich")
     line(
         "where",
         f"{tokens['kept']} kept packed, {tokens['set_aside']} set aside, {tokens['dense']} dense; "

@@ -149,6 +149,7 @@ class Result:
                 "host_bytes": report.host_bytes,
                 "model_bytes": report.model_bytes,
                 "capacity": report.capacity,
+                "target": self.cache.config.budget.capacity if self.cache.config.evict != "none" else None,
                 "device": dict(report.device),
             },
             "tokens": tokens,

@@ -293,6 +293,10 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         calibration: Path | None = None,
         keep_plans: bool = False,
     ) -> None:
+        if config is not None and not isinstance(config, HiSparseConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; pass HiSparseConfig(...), or HiSparseConfig.load(path) for a file"
+            )
         self.config = config or HiSparseConfig()
         text = model.config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:

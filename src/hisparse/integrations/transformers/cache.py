@@ -295,7 +295,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
     ) -> None:
         if config is not None and not isinstance(config, HiSparseConfig):
             raise ConfigError(
-                f"config is a {type(config).__name__}; pass HiSparseConfig(...), or HiSparseConfig.load(path) for a file"
+                f"config is a {type(config).__name__}; pass HiSparseConfig(...), or HiSparseConfig.load(path)"
             )
         self.config = config or HiSparseConfig()
         text = model.config.get_text_config(decoder=True)

@@ -51,17 +51,17 @@ def bench_quant_error(
 
     where = "calibrated" if report.calibrated else "no calibration file: first 512 tokens"
     title = f"{report.rules[0].k.numel()} blocks of {report.page_size} tokens x one KV head, {len(ids)} tokens, {where}"
-    table = Table(title=title)
-    columns = ("rule", "bits a value", "K error", "V error", "block mean", "block p99", "block max", "> 0.02")
-    for name in (*columns, "all packed", "split", "us a block", *(("KL",) if kl else ())):
-        table.add_column(name, justify="left" if name == "rule" else "right")
-    for errors in report.rules:
-        s = errors.summary()
-        numbers = [f"{s['bits']:.2f}", f"{s['k_error']:.4f}", f"{s['v_error']:.4f}"]
-        numbers += [f"{s[f'attention_error_{part}']:.5f}" for part in ("mean", "p99", "max")]
-        numbers += [f"{s['blocks_above_0.02']:.2%}", f"{s['output_error']:.4f}", f"{s['split_share']:.0%}"]
-        numbers += [f"{s['pack_us_per_block']:.1f}", *([f"{s['kl']:.5f}"] if kl else [])]
-        table.add_row(s["rule"], *numbers)
+    # A column a rule and a row a figure: eleven columns of figures would not fit a terminal of 80.
+    table = Table("", title=title)
+    summaries = [errors.summary() for errors in report.rules]
+    for s in summaries:
+        table.add_column(s["rule"], justify="right", no_wrap=True)
+    figures = [("bits a value", "bits", ".2f"), ("K error", "k_error", ".4f"), ("V error", "v_error", ".4f")]
+    figures += [(f"block {part}", f"attention_error_{part}", ".5f") for part in ("mean", "p99", "max")]
+    figures += [("blocks > 0.02", "blocks_above_0.02", ".2%"), ("all packed", "output_error", ".4f")]
+    figures += [("split", "split_share", ".0%"), ("us a block", "pack_us_per_block", ".1f")]
+    for name, key, form in [*figures, *([("KL", "kl", ".5f")] if kl else [])]:
+        table.add_row(name, *(format(s[key], form) for s in summaries))
     console.print(table)
     if worst:
         blocks = Table(title=f"Worst blocks under {report.rules[0].rule.name} (relative error of the attention output)")

@@ -12,8 +12,7 @@ def select_rows(scores: Tensor, row_size: int, count: int) -> Tensor:
 
     scores: float32 [Hq, T, n * row_size], estimated attention scores. A row is worth the sum over query heads of the
     square root of the share of estimated attention that the head gives its tokens (of several queries, the most to
-    any): the root lets a head with one confident row and a head with many middling ones both have a say. Measured
-    against the largest share and the sum of shares, it loses the least. Returns int64 [count] row numbers in 0..n-1, in
-    no particular order.
+    any): the root lets a head with one confident row and a head with many middling ones both have a say.
+    Returns int64 [count] row numbers in 0..n-1, in no particular order.
     """
     return select_backend("select", scores.device).select_rows(scores, row_size, count)  # type: ignore[no-any-return]

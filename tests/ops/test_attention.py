@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +14,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse.config import VtqConfig
-from hisparse.ops.attend import Packed, attend, attend_recalled
+from hisparse.errors import FormatError
+from hisparse.ops.attend import Packed, chunk_samples, reference
+from hisparse.ops.attend import attend as public_attend
+from hisparse.ops.attend import select_for_chunk as public_select
 from hisparse.ops.pack import pack_pages
+from hisparse.ops.sketch import build_sketch, score_sketch
 from hisparse.ops.unpack import unpack_pages
 from hisparse.vtq import ChannelStats, PageFormat, estimate_stats
 
 # float32: sums of hundreds of products; the others: their own rounding of inputs' products and of the output.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TWINS: list[Any] = [reference]
+if importlib.util.find_spec("triton") is not None:
+    from hisparse.ops.attend import cuda, kernels
+
+    TWINS.append(cuda)
+
+each_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda m: m.__name__.rsplit(".", 1)[-1])
 
 
 @dataclass
@@ -37,7 +52,7 @@ class Case:
 
 def pages_of(n: int, fmt: PageFormat, stats: ChannelStats, dtype: torch.dtype, make: torch.Generator) -> Tensor:
     k, v = torch.randn(2, n, fmt.tokens, fmt.heads, fmt.head_dim, generator=make)
-    return pack_pages((k + 1).to(dtype), v.to(dtype), stats, fmt)
+    return pack_pages((k + 1).to(dtype).to(DEVICE), v.to(dtype).to(DEVICE), stats, fmt)
 
 
 def case(
@@ -47,7 +62,7 @@ def case(
     """`pages`: (number, tokens a page) of each packed part."""
     make = torch.Generator().manual_seed(seed)
     sample = torch.randn(2, 50, heads, dim, generator=make)
-    stats = estimate_stats(sample[0] + 1, sample[1], torch.randperm(dim, generator=make))
+    stats = estimate_stats(sample[0] + 1, sample[1], torch.randperm(dim, generator=make)).to(DEVICE)
     packed = []
     for n, tokens in pages:
         fmt = PageFormat.raw(dtype, heads, dim, tokens) if raw else PageFormat.vtq(VtqConfig(), heads, dim, tokens)
@@ -55,22 +70,22 @@ def case(
     q = torch.randn(heads * group, chunk, dim, generator=make).to(dtype)
     k, v = (torch.randn(heads, chunk, dim, generator=make).to(dtype) for _ in range(2))
     dense_k, dense_v = (torch.randn(heads, dense, dim, generator=make).to(dtype) for _ in range(2))
-    return Case(q, k, v, dense_k, dense_v, packed, stats)
+    return Case(*(x.to(DEVICE) for x in (q, k, v, dense_k, dense_v)), packed, stats)
 
 
 def unpacked(part: Packed, stats: ChannelStats) -> tuple[np.ndarray, np.ndarray]:
     """k, v float64 [tokens, H, D]."""
-    k, v = unpack_pages(part.pages, stats, part.fmt, torch.float32)
-    return k.flatten(0, 1).double().numpy(), v.flatten(0, 1).double().numpy()
+    k, v = unpack_pages(part.read(stats.k_mean.device), stats, part.fmt, torch.float32)
+    return k.flatten(0, 1).double().cpu().numpy(), v.flatten(0, 1).double().cpu().numpy()
 
 
 def oracle(c: Case, scaling: float, own: list[Packed] | None = None) -> np.ndarray:
     """Each query by itself; `own[t]` is seen by query t alone."""
     q_heads, chunk, _ = c.q.shape
     heads = c.k.shape[0]
-    q, k, v = (x.double().numpy() for x in (c.q, c.k, c.v))
+    q, k, v = (x.double().cpu().numpy() for x in (c.q, c.k, c.v))
     past = [(x[0], x[1]) for x in (unpacked(part, c.stats) for part in c.packed)]
-    past.append((c.dense_k.double().numpy().swapaxes(0, 1), c.dense_v.double().numpy().swapaxes(0, 1)))
+    past.append((c.dense_k.double().cpu().numpy().swapaxes(0, 1), c.dense_v.double().cpu().numpy().swapaxes(0, 1)))
     out = np.empty(q.shape)
     for t in range(chunk):
         here = [*past, (k[:, : t + 1].swapaxes(0, 1), v[:, : t + 1].swapaxes(0, 1))]
@@ -87,36 +102,39 @@ def oracle(c: Case, scaling: float, own: list[Packed] | None = None) -> np.ndarr
 
 def close(found: Tensor, want: np.ndarray, dtype: torch.dtype) -> None:
     assert found.dtype == dtype
-    np.testing.assert_allclose(found.double().numpy(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    np.testing.assert_allclose(found.double().cpu().numpy(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 PARTS = [[], [(5, 8)], [(0, 8), (3, 4)], [(4, 8), (7, 4)], [(1, 1), (2, 13), (3, 5)]]
 
 
+@each_twin
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("chunk", [1, 2, 17])
 @pytest.mark.parametrize("pages", PARTS, ids=str)
 @pytest.mark.parametrize("dense", [0, 13])
 def test_attention_is_softmax_over_all_that_is_visible(
-    dtype: torch.dtype, chunk: int, pages: list[tuple[int, int]], dense: int
+    twin: Any, dtype: torch.dtype, chunk: int, pages: list[tuple[int, int]], dense: int
 ) -> None:
     c = case(2, 3, 64, chunk, dense, pages, dtype, seed=chunk)
-    close(attend(*c.hand(), c.packed, c.stats, 0.2), oracle(c, 0.2), dtype)
+    close(twin.attend(*c.hand(), c.packed, c.stats, 0.2), oracle(c, 0.2), dtype)
 
 
+@each_twin
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_grouped_queries_read_their_own_head(group: int, heads: int, chunk: int) -> None:
+def test_grouped_queries_read_their_own_head(twin: Any, group: int, heads: int, chunk: int) -> None:
     c = case(heads, group, 32, chunk, 9, [(3, 8), (2, 4)], seed=group)
-    close(attend(*c.hand(), c.packed, c.stats, 0.3), oracle(c, 0.3), torch.float32)
+    close(twin.attend(*c.hand(), c.packed, c.stats, 0.3), oracle(c, 0.3), torch.float32)
     recalled = [Packed(c.packed[1].pages[t % 2 :][:1], c.packed[1].fmt) for t in range(chunk)]
     pages = torch.stack([part.pages for part in recalled])
     kept = Case(*c.hand(), c.packed[:1], c.stats)
-    found = attend_recalled(*c.hand(), kept.packed, Packed(pages, c.packed[1].fmt), c.stats, 0.3)
+    found = twin.attend_recalled(*c.hand(), kept.packed, Packed(pages, c.packed[1].fmt), c.stats, 0.3)
     close(found, oracle(kept, 0.3, recalled), torch.float32)
 
 
+@each_twin
 @settings(max_examples=50, deadline=None)
 @given(
     heads=st.integers(1, 3),
@@ -130,16 +148,17 @@ def test_grouped_queries_read_their_own_head(group: int, heads: int, chunk: int)
     seed=st.integers(0, 2**31),
 )
 def test_any_shape(
-    heads: int, group: int, dim: int, chunk: int, dense: int, pages: list[tuple[int, int]], raw: bool, scaling: float,
-    seed: int,
+    twin: Any, heads: int, group: int, dim: int, chunk: int, dense: int, pages: list[tuple[int, int]], raw: bool,
+    scaling: float, seed: int,
 ) -> None:  # fmt: skip
     c = case(heads, group, dim, chunk, dense, pages, seed=seed, raw=raw)
     inputs = [x.clone() for x in c.hand()]
-    found = attend(*c.hand(), c.packed, c.stats, scaling)
-    np.testing.assert_allclose(found.double().numpy(), oracle(c, scaling), rtol=1e-4, atol=1e-4)
+    found = twin.attend(*c.hand(), c.packed, c.stats, scaling)
+    np.testing.assert_allclose(found.double().cpu().numpy(), oracle(c, scaling), rtol=1e-4, atol=1e-4)
     assert all(torch.equal(a, b) for a, b in zip(inputs, c.hand(), strict=True))
 
 
+@each_twin
 @settings(max_examples=50, deadline=None)
 @given(
     heads=st.integers(1, 3),
@@ -154,7 +173,7 @@ def test_any_shape(
     seed=st.integers(0, 2**31),
 )
 def test_each_query_reads_its_own_rows(
-    heads: int, group: int, chunk: int, dense: int, kept: int, rows: int, wanted: int, row_size: int,
+    twin: Any, heads: int, group: int, chunk: int, dense: int, kept: int, rows: int, wanted: int, row_size: int,
     dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
     c = case(heads, group, 64, chunk, dense, [(kept, 8), (rows, row_size)], dtype, seed)
@@ -162,20 +181,126 @@ def test_each_query_reads_its_own_rows(
     make = torch.Generator().manual_seed(seed)
     chosen = torch.stack([torch.randperm(rows, generator=make)[: min(wanted, rows)] for _ in range(chunk)])
     pages = source.pages[chosen]
-    found = attend_recalled(*c.hand(), c.packed, Packed(pages, source.fmt), c.stats, 0.2)
+    found = twin.attend_recalled(*c.hand(), c.packed, Packed(pages, source.fmt), c.stats, 0.2)
     close(found, oracle(c, 0.2, [Packed(pages[t], source.fmt) for t in range(chunk)]), dtype)
 
 
+@each_twin
 @pytest.mark.parametrize("chunk", [1, 5])
-def test_recalling_all_rows_is_attending_to_them(chunk: int) -> None:
+def test_recalling_all_rows_is_attending_to_them(twin: Any, chunk: int) -> None:
     c = case(2, 3, 64, chunk, 11, [(4, 8), (9, 4)])
     rows = c.packed[1]
     all_rows = Packed(rows.pages.expand(chunk, -1, -1), rows.fmt)
-    one = attend(*c.hand(), c.packed, c.stats, 0.125)
-    other = attend_recalled(*c.hand(), c.packed[:1], all_rows, c.stats, 0.125)
+    one = twin.attend(*c.hand(), c.packed, c.stats, 0.125)
+    other = twin.attend_recalled(*c.hand(), c.packed[:1], all_rows, c.stats, 0.125)
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
 
-def test_nothing_packed_needs_no_statistics() -> None:
+@each_twin
+def test_nothing_packed_needs_no_statistics(twin: Any) -> None:
     c = case(2, 2, 64, 4, 6, [])
-    close(attend(*c.hand(), [], None, 0.2), oracle(c, 0.2), torch.float32)
+    close(twin.attend(*c.hand(), [], None, 0.2), oracle(c, 0.2), torch.float32)
+
+
+@each_twin
+@settings(max_examples=40, deadline=None)
+@given(
+    heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dim=st.sampled_from([64, 96, 128]),
+    chunk=st.integers(1, 20),
+    dense=st.integers(0, 20),
+    pages=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 4, 8])), max_size=3),
+    room=st.integers(8, 100),
+    places=st.lists(st.sampled_from(["device", "host", "scattered"]), min_size=3, max_size=3),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 2**31),
+)
+def test_past_in_slices_from_anywhere(
+    twin: Any, heads: int, group: int, dim: int, chunk: int, dense: int, pages: list[tuple[int, int]], room: int,
+    places: list[str], dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    """Work spaces of a few tokens, pages on the host and on the device, all of a pool or chosen ones."""
+    c = case(heads, group, dim, chunk, dense, pages, dtype, seed)
+    make = torch.Generator().manual_seed(seed)
+    lazy = []
+    for part, place in zip(c.packed, places, strict=False):
+        stored = part.pages if place == "device" else part.pages.cpu()
+        ids = None
+        if place == "scattered":
+            order = torch.randperm(2 * part.count, generator=make)[: part.count]
+            pool = torch.full((2 * part.count, part.fmt.page_bytes), 255, dtype=torch.uint8)
+            pool[order] = stored
+            stored, ids = pool.pin_memory() if DEVICE == "cuda" else pool, order
+            ids = ids.to(DEVICE) if seed % 2 else ids
+        lazy.append(Packed(stored, part.fmt, ids))
+    with pytest.MonkeyPatch.context() as patch:
+        if twin is not reference:
+            patch.setattr(twin, "WORKSPACE", room * 2 * heads * dim * dtype.itemsize)
+        found = twin.attend(*c.hand(), lazy, c.stats, 0.1)
+    close(found, oracle(replace(c, packed=lazy), 0.1), dtype)
+
+
+@pytest.mark.skipif(len(TWINS) < 2, reason="needs triton")
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (7, 2624), (40, 48)])
+def test_gathered_pages_are_those_asked_for(rows: int, size: int) -> None:
+    pool = torch.randint(0, 256, (50, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(rows))
+    pool = pool.pin_memory() if DEVICE == "cuda" else pool
+    ids = torch.randperm(50, generator=torch.Generator().manual_seed(size))[:rows]
+    out = torch.full((rows, size), 7, dtype=torch.uint8, device=DEVICE)
+    kernels.gather(pool, ids.to(DEVICE), out, 3)
+    assert torch.equal(out.cpu(), pool[ids])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    dim=st.sampled_from([64, 96, 128]),
+    chunk=st.integers(1, 120),
+    rows=st.integers(1, 60),
+    row_size=st.sampled_from([1, 3, 4, 8]),
+    seed=st.integers(0, 2**31),
+)
+def test_worth_of_rows_is_the_sum_of_roots_of_attention(
+    heads: int, group: int, dim: int, chunk: int, rows: int, row_size: int, seed: int
+) -> None:
+    make = torch.Generator().manual_seed(seed)
+    keys = torch.randn(rows, row_size, heads, dim, generator=make) + 3
+    stats = estimate_stats(keys.flatten(0, 1), keys.flatten(0, 1), torch.arange(dim)).to(DEVICE)
+    codes, scales = build_sketch(keys.to(DEVICE), stats, 2)
+    q = torch.randn(heads * group, chunk, dim, generator=make).to(DEVICE)
+    count = (rows + 1) // 2
+    sample = q[:, chunk_samples(chunk)]
+    share = score_sketch(sample, codes, scales, stats, 0.3).double().softmax(-1)
+    worth = share.view(*share.shape[:2], rows, row_size).sum(-1).sqrt().sum((0, 1)).cpu()
+    least = worth.topk(count).values[-1]
+    for twin in TWINS:
+        found = twin.select_for_chunk(sample, codes, scales, stats, 0.3, count)
+        assert len(set(found.tolist())) == count
+        # Float16 keys: rows whose worth differs by less than a percent may change places.
+        assert float(worth[found.cpu()].min()) >= 0.99 * float(least)
+
+
+def test_a_chunk_is_sampled_evenly_and_at_its_end() -> None:
+    assert chunk_samples(1).tolist() == [0]
+    assert chunk_samples(50).tolist() == list(range(50))
+    found = chunk_samples(8192).tolist()
+    assert found[0] == 0
+    assert found[-16:] == list(range(8176, 8192))
+    assert 64 <= len(found) <= 80
+
+
+def test_a_negative_count_is_refused() -> None:
+    stats = ChannelStats.identity(1, 64)
+    codes, scales = build_sketch(torch.randn(2, 4, 1, 64), stats, 2)
+    with pytest.raises(FormatError, match="count = -1"):
+        public_select(torch.randn(1, 3, 64), codes, scales, stats, 1.0, -1)
+    assert public_select(torch.randn(1, 3, 64), codes, scales, stats, 1.0, 9).numel() == 2
+
+
+def test_the_public_operation_reads_the_pages_asked_for() -> None:
+    c = case(2, 2, 64, 3, 5, [(6, 4)])
+    part = c.packed[0]
+    chosen = Packed(part.pages, part.fmt, torch.tensor([4, 1]))
+    close(public_attend(*c.hand(), [chosen], c.stats, 0.2), oracle(replace(c, packed=[chosen]), 0.2), torch.float32)

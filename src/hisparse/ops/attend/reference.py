@@ -7,17 +7,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.ops.attend import Packed
+from hisparse.ops.sketch import score_sketch
 from hisparse.ops.unpack import unpack_pages
 from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
 
-def _unpacked(packed: list[Packed], stats: ChannelStats | None, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+def _unpacked(
+    packed: list[Packed], stats: ChannelStats | None, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
     """k, v [H, n * P, D] of each page format: pages of one format go together, for calls cost more than bytes."""
     by_format: dict[PageFormat, list[Tensor]] = {}
     for part in packed:
-        if part.pages.shape[0]:
-            by_format.setdefault(part.fmt, []).append(part.pages)
+        if part.count:
+            by_format.setdefault(part.fmt, []).append(part.read(device))
     parts = []
     for fmt, pages in by_format.items():
         k, v = unpack_pages(pages[0] if len(pages) == 1 else torch.cat(pages), stats, fmt, dtype)
@@ -43,7 +46,7 @@ def attend(
     stats: ChannelStats | None,
     scaling: float,
 ) -> Tensor:
-    parts = _unpacked(packed, stats, k.dtype)
+    parts = _unpacked(packed, stats, k.dtype, q.device)
     keys = torch.cat([*(p[0] for p in parts), dense_k, k], dim=1)
     values = torch.cat([*(p[1] for p in parts), dense_v, v], dim=1)
     chunk, total = q.shape[1], keys.shape[1]
@@ -71,7 +74,7 @@ def attend_recalled(
     stats: ChannelStats,
     scaling: float,
 ) -> Tensor:
-    parts = _unpacked(kept, stats, torch.float32)
+    parts = _unpacked(kept, stats, torch.float32, q.device)
     keys = torch.cat([*(p[0] for p in parts), dense_k.float(), k.float()], dim=1)
     values = torch.cat([*(p[1] for p in parts), dense_v.float(), v.float()], dim=1)
     (q_heads, chunk, dim), heads = q.shape, k.shape[0]
@@ -89,3 +92,20 @@ def attend_recalled(
     w_shared, w_own = weights[..., : shared.shape[-1]], weights[..., shared.shape[-1] :]
     out = torch.einsum("hgtn,hnd->hgtd", w_shared, values) + torch.einsum("hgtn,tnhd->hgtd", w_own, own_v)
     return out.reshape(q_heads, chunk, dim).to(q.dtype)
+
+
+SCORES = 1 << 24
+"""float32 scores of sketches held at a time."""
+
+
+def select_for_chunk(
+    sample: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float, count: int
+) -> Tensor:
+    """See :func:`hisparse.ops.attend.select_for_chunk`; `sample` [Hq, S, D] are the sampled queries."""
+    rows, row_size = scales.shape[:2]
+    step = max(1, SCORES // (sample.shape[0] * row_size * rows))
+    worth = torch.zeros(rows, device=sample.device)
+    for queries in torch.split(sample, step, dim=1):
+        share = score_sketch(queries, codes, scales, stats, scaling).softmax(-1)
+        worth += share.view(*share.shape[:2], rows, row_size).sum(-1).sqrt_().sum((0, 1))
+    return worth.topk(count, sorted=False).indices

@@ -40,6 +40,16 @@ def unpack_pages(
     return k, v
 
 
+def unpack_into(
+    pages: Tensor, stats: ChannelStats | None, fmt: PageFormat, k: Tensor, v: Tensor, ids: Tensor | None
+) -> None:
+    """See :func:`hisparse.ops.unpack.unpack_into`."""
+    chosen = pages if ids is None else pages.index_select(0, ids)
+    for x, source in zip((k, v), unpack_pages(chosen, stats, fmt, k.dtype), strict=True):
+        shape = (fmt.heads, len(chosen), fmt.tokens, fmt.head_dim)
+        x.as_strided(shape, (x.stride(0), fmt.tokens * x.stride(1), *x.stride()[1:])).copy_(source.permute(2, 0, 1, 3))
+
+
 def read_scales(pages: Tensor, fmt: PageFormat, field: Fields) -> tuple[Tensor, Tensor, Tensor]:
     """Step and zero, float32 [n, H, G], and which blocks are split, bool [n, H, G]."""
     stored = pages[:, field.scales : field.scales + fmt.heads * fmt.groups * 4].contiguous()

@@ -7,6 +7,7 @@ x = code * (step * scale) + (zero * scale + mean), as the reference computes it.
 # mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.ops.unpack import reference
-from hisparse.vtq.format import Fields, PageFormat
+from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -32,11 +33,12 @@ def _put(p_token, p_mean, p_scale, channel, seen, seen_stats, code, step, zero):
 
 @triton.jit
 def _unpack(
-    p_pages, p_out, p_mean, p_scale, p_order, n_pages,
+    p_pages, p_ids, p_out, p_mean, p_scale, p_order, head_stride, token_stride,
     D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr,
     PAGE_BYTES: tl.constexpr, BITS: tl.constexpr, NIBBLES: tl.constexpr, EXTRA: tl.constexpr, SCALES: tl.constexpr,
-    ORDERED: tl.constexpr,
+    RUN: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
+    """One head of one page of K or V. RUN: 0 for V; of K, how many channels are adjacent wherever they are stored."""
     i_page, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     E: tl.constexpr = D // 8
     HALF: tl.constexpr = D // 2
@@ -48,7 +50,10 @@ def _unpack(
     m_j = (s[:, None] >= 0) & (e[None, :] < E)
     seen = (p < P)[:, None, None] & m_j[None, :, :]
     m_e = (p < P)[:, None] & (e < E)[None, :]
-    p_page = p_pages + i_page * PAGE_BYTES
+    if IDS:  # noqa: SIM108 - decided when the kernel is compiled
+        p_page = p_pages + tl.load(p_ids + i_page).to(tl.int64) * PAGE_BYTES
+    else:
+        p_page = p_pages + i_page * PAGE_BYTES
     row = i_head * P + p
     byte = tl.load(p_page + NIBBLES + (row * HALF)[:, None, None] + j[None, :, :], mask=seen, other=0).to(tl.int32)
     at = p_page + SCALES + (i_head * G + j // (GROUP // 2)) * 4
@@ -68,12 +73,14 @@ def _unpack(
     if BITS == 6:
         a |= ((tl.load(p_extra, mask=m_e, other=0).to(tl.int32)[:, None, :] >> shift) & 3) << 4
         b |= ((tl.load(p_extra + E, mask=m_e, other=0).to(tl.int32)[:, None, :] >> shift) & 3) << 4
-    if ORDERED:
+    if RUN > 0:
         slow = tl.load(p_order + j, mask=m_j, other=0).to(tl.int32)
         fast = tl.load(p_order + HALF + j, mask=m_j, other=0).to(tl.int32)
+        slow = tl.max_contiguous(tl.multiple_of(slow, (1, RUN)), (1, RUN))
+        fast = tl.max_contiguous(tl.multiple_of(fast, (1, RUN)), (1, RUN))
     else:
         slow, fast = j, j + HALF
-    p_token = p_out + ((i_head * n_pages + i_page) * P + p) * D
+    p_token = p_out + i_head.to(tl.int64) * head_stride + (i_page * P + p) * token_stride
     _put(p_token, p_mean + i_head * D, p_scale + i_head * D, slow, seen, m_j, a, step, zero)
     _put(p_token, p_mean + i_head * D, p_scale + i_head * D, fast, seen, m_j, b, step_b, zero)
 
@@ -84,30 +91,34 @@ def unpack_pages(
     """See :func:`hisparse.ops.unpack.unpack_pages`."""
     if fmt.raw_dtype is not None or stats is None or dtype == torch.float64:
         return reference.unpack_pages(pages, stats, fmt, dtype)
+    shape = (fmt.heads, len(pages) * fmt.tokens, fmt.head_dim)
+    k = torch.empty(shape, dtype=dtype, device=pages.device)
+    v = torch.empty_like(k)
+    unpack_into(pages, stats, fmt, k, v, None)
+    view = (fmt.heads, len(pages), fmt.tokens, fmt.head_dim)
+    return k.view(view).permute(1, 2, 0, 3), v.view(view).permute(1, 2, 0, 3)
+
+
+def unpack_into(
+    pages: Tensor, stats: ChannelStats | None, fmt: PageFormat, k: Tensor, v: Tensor, ids: Tensor | None
+) -> None:
+    """See :func:`hisparse.ops.unpack.unpack_into`."""
+    if fmt.raw_dtype is not None or stats is None or k.dtype == torch.float64 or k.stride(2) != 1:
+        reference.unpack_into(pages, stats, fmt, k, v, ids)
+        return
+    count = len(pages) if ids is None else len(ids)
+    if not count:
+        return
     pages = pages.contiguous()
-    k = _tensor(pages, fmt, fmt.k, stats.k_mean, stats.k_scale, stats.order, True, dtype)
-    v = _tensor(pages, fmt, fmt.v, stats.v_mean, stats.v_scale, stats.order, False, dtype)
-    return k, v
-
-
-def _tensor(
-    pages: Tensor,
-    fmt: PageFormat,
-    field: Fields,
-    mean: Tensor,
-    scale: Tensor,
-    order: Tensor,
-    ordered: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    n = len(pages)
-    out = torch.empty(fmt.heads, n, fmt.tokens, fmt.head_dim, dtype=dtype, device=pages.device)
-    if n:
-        options = {} if INTERPRET else {"num_warps": 1}
-        _unpack[(n, fmt.heads)](
-            pages, out, mean, scale, order, n, fmt.head_dim, fmt.tokens, triton.next_power_of_2(fmt.tokens),
-            triton.next_power_of_2(fmt.head_dim // 8), fmt.group, fmt.page_bytes, field.bits, field.nibbles,
-            field.extra,
-            field.scales, ordered, **options,
+    run = math.gcd(8, *(number for piece in stats.runs for number in piece), fmt.head_dim // 8)
+    options = {} if INTERPRET else {"num_warps": 1}
+    fields = (
+        (k, fmt.k, stats.k_mean, stats.k_scale, run),
+        (v, fmt.v, stats.v_mean, stats.v_scale, 0),
+    )
+    for out, field, mean, scale, runs in fields:
+        _unpack[(count, fmt.heads)](
+            pages, ids, out, mean, scale, stats.order, out.stride(0), out.stride(1), fmt.head_dim, fmt.tokens,
+            triton.next_power_of_2(fmt.tokens), triton.next_power_of_2(fmt.head_dim // 8), fmt.group, fmt.page_bytes,
+            field.bits, field.nibbles, field.extra, field.scales, runs, ids is not None, **options,
         )  # fmt: skip
-    return out.permute(1, 2, 0, 3)

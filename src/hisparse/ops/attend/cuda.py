@@ -1,0 +1,342 @@
+"""Attention of a chunk on CUDA by the library's fused attention, slice by slice over the packed past.
+
+    out, lse = attention of the queries over one slice;   combine: weights exp(lse - max), renormalised
+
+A slice of the past is unpacked into a work space of fixed size and attended to; its result joins what there is by its
+log-sum-exp. The queries of a KV head's group are laid one after another, so that grouped heads need no copies of K and
+V. Pages on the host are brought over on a second stream, one slice ahead of the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hisparse.ops.attend import Packed, kernels, reference
+from hisparse.ops.sketch import score_sketch
+from hisparse.ops.unpack import unpack_into
+from hisparse.vtq.stats import ChannelStats
+
+Library = Literal["cudnn", "flash", "efficient", "plain"]
+Part = tuple[Tensor, Tensor]
+"""Result [H, M, D] of any float dtype, and its natural log-sum-exp float32 [H, M]."""
+
+WORKSPACE = 1 << 26
+"""Bytes of unpacked K and V at a time."""
+RUNS = 16
+"""Up to how many runs of adjacent pages are copied one by one; more are gathered by a kernel."""
+PLAN_QUERIES = 1024
+"""cuDNN makes a plan for every shape, which takes longer than a slice: it serves chunks of a multiple of this."""
+LOG2E = 1.4426950408889634
+
+
+def choose_library(q: Tensor, chunk: int) -> Library:
+    """What attends to a full slice, for queries like `q` [.., D] of a chunk of `chunk` tokens."""
+    dim = q.shape[-1]
+    if not q.is_cuda:
+        return "plain"
+    if q.dtype == torch.float32:
+        return "efficient" if dim % 4 == 0 else "plain"
+    if q.dtype not in (torch.float16, torch.bfloat16) or dim % 8 or dim > 256:
+        return "plain"
+    if dim in (64, 128) and chunk % PLAN_QUERIES == 0 and torch.cuda.get_device_capability(q.device)[0] >= 9:
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        if version is not None and version >= 90100:
+            return "cudnn"
+    return "flash"
+
+
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, library: Library) -> Part:
+    """Attention of q [H, M, D] over all of k, v [H, N, D]."""
+    a, b, c = q[None], k[None], v[None]
+    if library == "cudnn":
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(a, b, c, None, True, scale=scaling)[:2]
+    elif library == "flash":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(a, b, c, scale=scaling)[:2]
+    elif library == "efficient":
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(a, b, c, None, True, scale=scaling)[:2]
+    else:
+        return _plain(q, k, v, scaling, False)
+    return out[0], lse.reshape(*lse.shape[1:3])[:, : q.shape[1]]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, library: Library) -> Part:
+    """Attention of a chunk's q [Hq, T, D] over its own k, v [H, T, D], what is later hidden: [H, Hq / H * T, D]."""
+    (q_heads, chunk, dim), heads = q.shape, k.shape[0]
+    grouped = q.reshape(heads, -1, dim)
+    if chunk == 1:
+        return partial_attention(grouped, k, v, scaling, "flash" if library == "cudnn" else library)
+    if library == "plain":
+        return _plain(grouped, k, v, scaling, True)
+    if library == "efficient":
+        every = (x.repeat_interleave(q_heads // heads, 0)[None] for x in (k, v))
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q[None], *every, None, True, is_causal=True, scale=scaling
+        )[:2]
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            q[None], k[None], v[None], is_causal=True, scale=scaling
+        )[:2]
+    return out[0].reshape(heads, -1, dim), lse[0, :, :chunk].reshape(heads, -1)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Part:
+    """By matrix products, for dtypes and head sizes that no library kernel serves."""
+    scores = (q.float() * scaling) @ k.float().mT
+    if causal:
+        chunk = k.shape[1]
+        seen = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril_()
+        scores.view(len(scores), -1, chunk, chunk).masked_fill_(~seen, float("-inf"))
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp_() @ v.float(), lse
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """`count` pages of a part from the `first` on, unpacked to the work space's tokens from `at` on."""
+
+    part: Packed
+    first: int
+    count: int
+    at: int
+    last: bool  # of its slice
+
+    def ids(self) -> Tensor | None:
+        chosen = self.part.ids
+        return None if chosen is None else chosen[self.first : self.first + self.count]
+
+
+def _cut(packed: list[Packed], room: int) -> list[_Piece]:
+    """Pieces that fill slices of at most `room` tokens, those on the device first."""
+    pieces: list[_Piece] = []
+    at = 0
+    for part in sorted(packed, key=lambda p: not p.pages.is_cuda):
+        first, size = 0, part.fmt.tokens
+        while first < part.count:
+            if at + size > room:
+                previous = pieces[-1]
+                pieces[-1] = _Piece(previous.part, previous.first, previous.count, previous.at, True)
+                at = 0
+            count = min(part.count - first, (room - at) // size)
+            pieces.append(_Piece(part, first, count, at, False))
+            first, at = first + count, at + count * size
+    return pieces
+
+
+class _Host:
+    """Brings pieces from the host in the order in which they are wanted, two buffers in turn."""
+
+    def __init__(self, pieces: list[_Piece], device: torch.device) -> None:
+        self.pieces, self.device = pieces, device
+        self.started = 0
+        self.ready: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self.buffers: list[Tensor] = []
+        if not pieces:
+            return
+        size = max(p.count * p.part.fmt.page_bytes for p in pieces)
+        self.buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in pieces[:2]]
+        if device.type == "cuda":
+            # Of high priority: its few programs start as soon as any multiprocessor has room.
+            self.stream = _side_stream(device)
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+        for _ in pieces[:2]:
+            self._start()
+
+    def _start(self) -> None:
+        piece = self.pieces[self.started]
+        fmt, ids, pages = piece.part.fmt, piece.ids(), piece.part.pages
+        target = self.buffers[self.started % 2][: piece.count * fmt.page_bytes].view(-1, fmt.page_bytes)
+        self.started += 1
+        event = None
+        if self.device.type != "cuda":
+            target.copy_(pages[piece.first : piece.first + piece.count] if ids is None else pages[ids])
+        else:
+            with torch.cuda.stream(self.stream):
+                self._copy(piece, target)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(self.stream)
+        self.ready.append((target, event))
+
+    def _copy(self, piece: _Piece, target: Tensor) -> None:
+        pages, ids = piece.part.pages, piece.ids()
+        runs = [(piece.first, piece.count)] if ids is None else _runs(ids)
+        if runs is not None:
+            at = 0
+            for first, count in runs:
+                target[at : at + count].copy_(pages[first : first + count], non_blocking=True)
+                at += count
+        elif pages.is_pinned() and pages.shape[1] % 16 == 0:
+            assert ids is not None  # no ids are one run
+            kernels.gather(pages, ids.to(self.device, non_blocking=True), target)
+        else:
+            assert ids is not None
+            target.copy_(pages.index_select(0, ids.cpu()))
+
+    def take(self) -> Tensor:
+        """The next piece's pages; call `done` when the work that reads them is on its way."""
+        target, event = self.ready.pop(0)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        return target
+
+    def done(self) -> None:
+        if self.started < len(self.pieces):
+            if self.device.type == "cuda":
+                self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._start()
+
+
+_SIDE: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _SIDE:
+        _SIDE[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return _SIDE[device]
+
+
+def _runs(ids: Tensor) -> list[tuple[int, int]] | None:
+    """(first, count) of runs of adjacent pages, where the ids lie on the host and there are few runs."""
+    if ids.is_cuda:
+        return None
+    edges = ((ids[1:] - ids[:-1]) != 1).nonzero().flatten() + 1
+    if len(edges) >= RUNS:
+        return None
+    starts = [0, *edges.tolist()]
+    ends = [*starts[1:], len(ids)]
+    return [(int(ids[a]), b - a) for a, b in zip(starts, ends, strict=True)]
+
+
+def _slices(
+    packed: list[Packed], stats: ChannelStats | None, dense_k: Tensor, dense_v: Tensor, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """K and V [H, n, D] of the past, a slice at a time; a slice is gone when the next one is asked for."""
+    dense = dense_k.shape[1]
+    if not any(part.count for part in packed):
+        if dense:
+            yield dense_k, dense_v
+        return
+    heads, _, dim = dense_k.shape
+    size = max(part.fmt.tokens for part in packed)
+    room = max(WORKSPACE // (2 * heads * dim * dense_k.element_size()) // size * size, size)
+    pieces = _cut(packed, room)
+    host = _Host([p for p in pieces if p.part.pages.device != device], device)
+    tokens = pieces[-1].at + pieces[-1].count * pieces[-1].part.fmt.tokens
+    single = all(not p.last for p in pieces)
+    room = min(room, tokens) if single else room
+    joined = dense if tokens + dense <= room or single else 0  # dense slots that the last slice has room for
+    work = torch.empty((2, heads, room + (joined if single else 0), dim), dtype=dense_k.dtype, device=device)
+    for i, piece in enumerate(pieces):
+        fmt = piece.part.fmt
+        here = slice(piece.at, piece.at + piece.count * fmt.tokens)
+        if piece.part.pages.device != device:
+            unpack_into(host.take(), stats, fmt, work[0, :, here], work[1, :, here])
+            host.done()
+        elif (ids := piece.ids()) is not None:
+            unpack_into(piece.part.pages, stats, fmt, work[0, :, here], work[1, :, here], ids.to(device))
+        else:
+            pages = piece.part.pages[piece.first : piece.first + piece.count]
+            unpack_into(pages, stats, fmt, work[0, :, here], work[1, :, here])
+        if piece.last or i == len(pieces) - 1:
+            end = here.stop
+            if i == len(pieces) - 1 and joined:
+                work[0, :, end : end + dense] = dense_k
+                work[1, :, end : end + dense] = dense_v
+                end += dense
+            yield work[0, :, :end], work[1, :, :end]
+    if dense and not joined:
+        yield dense_k, dense_v
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dense_k: Tensor,
+    dense_v: Tensor,
+    packed: list[Packed],
+    stats: ChannelStats | None,
+    scaling: float,
+    library: Library | None = None,
+) -> Tensor:
+    """See :func:`hisparse.ops.attend.attend`."""
+    (q_heads, chunk, dim), heads = q.shape, k.shape[0]
+    if q.dtype == torch.float64:
+        return reference.attend(q, k, v, dense_k, dense_v, packed, stats, scaling)
+    library = choose_library(q, chunk) if library is None else library
+    # The past first: its first transfers start before anything is computed.
+    grouped = q.reshape(heads, -1, dim)
+    room = WORKSPACE // (2 * heads * dim * k.element_size())
+    total: Part | None = None
+    memory: Tensor | None = None
+    for keys, values in _slices(packed, stats, dense_k, dense_v, q.device):
+        odd = library == "cudnn" and keys.shape[1] != room
+        part = partial_attention(grouped, keys, values, scaling, "flash" if odd else library)
+        if total is None:
+            total = part
+            continue
+        if memory is None:
+            memory = torch.empty(grouped.shape, dtype=torch.float32, device=q.device)
+        total = kernels.merge(total, part, memory)
+    own = causal_attention(q, k, v, scaling, library)
+    if total is None:
+        out = own[0].to(q.dtype)
+    else:
+        out, _ = kernels.merge(total, own, torch.empty(grouped.shape, dtype=q.dtype, device=q.device))
+    return out.reshape(q_heads, chunk, dim)
+
+
+def attend_recalled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dense_k: Tensor,
+    dense_v: Tensor,
+    kept: list[Packed],
+    recalled: Packed,
+    stats: ChannelStats,
+    scaling: float,
+) -> Tensor:
+    """See :func:`hisparse.ops.attend.attend_recalled`: few queries with little each, so plain products will do."""
+    return reference.attend_recalled(q, k, v, dense_k, dense_v, kept, recalled, stats, scaling)
+
+
+KEYS = 1 << 15
+"""Sketched tokens whose keys are rebuilt at a time."""
+
+
+def sketched_keys(codes: Tensor, scales: Tensor, stats: ChannelStats) -> Tensor:
+    """float16 [H, n * R, D]: what the sketches say of the keys, less the mean key.
+
+    The scores of the unit vectors are a key's channels, so this needs no knowledge of how sketches are stored.
+    """
+    n, row_size, heads = scales.shape
+    dim = stats.head_dim
+    unit = torch.eye(dim, device=codes.device).expand(heads, dim, dim)
+    keys = torch.empty(heads, n * row_size, dim, dtype=torch.float16, device=codes.device)
+    step = max(1, KEYS // row_size)
+    for start in range(0, n, step):
+        part = score_sketch(unit, codes[start : start + step], scales[start : start + step], stats, 1.0)  # [H, D, n]
+        at = start * row_size
+        keys[:, at : at + part.shape[2]] = (part - stats.k_mean[..., None]).mT
+    return keys
+
+
+def select_for_chunk(
+    sample: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float, count: int
+) -> Tensor:
+    """See :func:`hisparse.ops.attend.select_for_chunk`; `sample` [Hq, S, D] are the sampled queries.
+
+    Shares of attention do not change when the same vector is taken from all keys: less their mean, keys fit float16.
+    """
+    heads, dim = stats.heads, stats.head_dim
+    keys = sketched_keys(codes, scales, stats)
+    queries = (sample.reshape(heads, -1, dim).float() * (scaling * LOG2E)).half()
+    library: Library = "plain" if not keys.is_cuda or dim % 8 else "flash"
+    _, lse = partial_attention(queries, keys, keys, 1 / LOG2E, library)
+    worth = kernels.row_worth(keys, queries.contiguous(), lse.contiguous() * LOG2E, scales.shape[1])
+    return worth.topk(count, sorted=False).indices

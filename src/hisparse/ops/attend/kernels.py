@@ -1,0 +1,147 @@
+"""Triton kernels around the library's attention: combining partial results, reading pages from the host, and the worth
+of rows to a sample of queries."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+LOG2E = tl.constexpr(1.4426950408889634)
+QUERIES = 64
+TOKENS = 128
+
+if INTERPRET:
+
+    def bound(x: Any) -> int:
+        """A scalar as a loop bound: the interpreter's arrays of one element are none for recent versions of numpy."""
+        return int(x.handle.data.item())
+
+else:
+
+    @triton.jit
+    def bound(x):
+        return x
+
+
+@triton.jit
+def _merge(
+    p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, n_query, a_head, a_query, b_head, b_query, out_head, out_query,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_head = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    m_query = m < n_query
+    mask = m_query[:, None] & (d < D)[None, :]
+    row = m.to(tl.int64)[:, None]
+    a_lse = tl.load(p_a_lse + i_head * n_query + m, mask=m_query, other=0.0) * LOG2E
+    b_lse = tl.load(p_b_lse + i_head * n_query + m, mask=m_query, other=0.0) * LOG2E
+    a = tl.load(p_a + i_head * a_head + row * a_query + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(p_b + i_head * b_head + row * b_query + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    top = tl.maximum(a_lse, b_lse)
+    a_share, b_share = tl.exp2(a_lse - top), tl.exp2(b_lse - top)
+    total = a_share + b_share
+    out = (a * a_share[:, None] + b * b_share[:, None]) / total[:, None]
+    p_out += i_head * out_head
+    tl.store(p_out + row * out_query + d[None, :], out.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_lse + i_head * n_query + m, (top + tl.log2(total)) / LOG2E, mask=m_query)
+
+
+def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> tuple[Tensor, Tensor]:
+    """One softmax of two: a, b (result [H, M, D] of any float dtype and strides, natural log-sum-exp float32 [H, M]).
+
+    out: [H, M, D], filled and returned with its log-sum-exp; it may be a's result.
+    """
+    heads, queries, dim = out.shape
+    lse = torch.empty(heads, queries, dtype=torch.float32, device=out.device)
+    block = max(1, min(32, 4096 // triton.next_power_of_2(dim)))
+    _merge[(-(-queries // block), heads)](
+        a[0], a[1].contiguous(), b[0], b[1].contiguous(), out, lse, queries, *a[0].stride()[:2], *b[0].stride()[:2],
+        *out.stride()[:2], dim, triton.next_power_of_2(dim), block,
+    )  # fmt: skip
+    return out, lse
+
+
+@triton.jit
+def _gather(p_pool, p_ids, p_out, n_rows, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """p_out int32 [n_rows, WORDS] of p_pool int32 [any, WORDS], which lies in pinned host memory."""
+    r = tl.arange(0, ROWS)
+    w = tl.arange(0, WIDE)
+    for start in range(bound(tl.program_id(0) * ROWS), bound(n_rows), bound(tl.num_programs(0) * ROWS)):
+        i_row = start + r
+        m_row = i_row < n_rows
+        row = tl.load(p_ids + i_row, mask=m_row, other=0).to(tl.int64)
+        mask = m_row[:, None] & (w < WORDS)[None, :]
+        words = tl.load(p_pool + row[:, None] * WORDS + w[None, :], mask=mask, other=0)
+        tl.store(p_out + i_row.to(tl.int64)[:, None] * WORDS + w[None, :], words, mask=mask)
+
+
+def gather(pool: Tensor, ids: Tensor, out: Tensor, programs: int = 16) -> None:
+    """out uint8 [n, bytes] = rows `ids` int64 [n] (on the device) of `pool` uint8 [any, bytes] in pinned host memory.
+
+    Few programs, each with much in flight: the bus is slow enough for them, and the attention that runs beside them
+    keeps its multiprocessors. A row's bytes must be a multiple of 16.
+    """
+    words = pool.shape[1] // 4
+    wide = triton.next_power_of_2(words)
+    rows = max(1, 8192 // wide)
+    options = {} if INTERPRET else {"num_warps": 8}
+    _gather[(min(programs, -(-len(ids) // rows)),)](
+        pool.view(torch.int32), ids, out.view(torch.int32), len(ids), words, wide, rows, **options
+    )
+
+
+@triton.jit
+def _worth(
+    p_key, p_query, p_lse, p_worth, n_rows, n_query, n_heads,
+    C: tl.constexpr, CP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """p_key float16 [H, rows * R, C]; p_query float16 [H, M, C], scaled to base 2; p_lse float32 [H, M], base 2."""
+    i = tl.arange(0, ROWS * RP)
+    i_row = tl.program_id(0) * ROWS + i // RP
+    m_token = (i_row < n_rows) & (i % RP < R)
+    token = (i_row * R + i % RP).to(tl.int64)
+    c = tl.arange(0, CP)
+    n = tl.arange(0, BLOCK)
+    worth = tl.zeros((ROWS,), tl.float32)
+    for h in range(bound(n_heads)):
+        p_here = p_key + tl.cast(h, tl.int64) * n_rows * R * C
+        key = tl.load(p_here + token[:, None] * C + c[None, :], mask=m_token[:, None] & (c < C)[None, :], other=0.0)
+        for start in range(0, bound(n_query), BLOCK):
+            m_query = start + n < n_query
+            at = h * n_query + start + n
+            query = tl.load(p_query + at[None, :] * C + c[:, None], mask=m_query[None, :] & (c < C)[:, None], other=0.0)
+            lse = tl.load(p_lse + at, mask=m_query, other=float("inf"))  # a query that is not there gives nothing
+            share = tl.exp2(tl.dot(key, query) - lse[None, :])
+            share = tl.where(m_token[:, None], share, 0.0)
+            row = tl.sum(tl.reshape(share, (ROWS, RP, BLOCK)), 1)
+            worth += tl.sum(tl.sqrt(row), 1)
+    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tl.store(p_worth + i_row, worth, mask=i_row < n_rows)
+
+
+def row_worth(keys: Tensor, queries: Tensor, lse: Tensor, row_size: int) -> Tensor:
+    """float32 [n]: the sum over heads and queries of the root of the attention share that falls on each row.
+
+    keys: float16 [H, n * row_size, C]; queries: float16 [H, M, C], scaling and log2(e) included; lse: float32 [H, M],
+    log2 of the sum of each query's exponentials. All contiguous.
+    """
+    heads, tokens, width = keys.shape
+    rows = tokens // row_size
+    padded = triton.next_power_of_2(row_size)
+    worth = torch.empty(rows, dtype=torch.float32, device=keys.device)
+    each = max(1, TOKENS // padded)
+    options = {} if INTERPRET else {"num_warps": 4}
+    _worth[(-(-rows // each),)](
+        keys, queries, lse, worth, rows, queries.shape[1], heads, width, max(16, triton.next_power_of_2(width)),
+        row_size, padded, each, QUERIES, **options,
+    )  # fmt: skip
+    return worth

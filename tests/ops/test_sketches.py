@@ -17,15 +17,14 @@ DIMS = [16, 64, 80, 96, 128, 256]
 
 
 def decode(codes: np.ndarray, scales: np.ndarray, dim: int, bits: int) -> np.ndarray:
-    """Coordinates float64 [n, R, H, D] of codes uint8 [n, R, H * D * bits / 8] and scales uint8 [n, R, H]."""
-    n, rows, heads = scales.shape
-    quarter = dim * bits // 16  # bytes of a head in either plane
+    """Coordinates float64 [n, R, H, D] of codes uint8 [n, H, R, D * bits / 8] and scales uint8 [n, H, R]."""
+    n, heads, rows = scales.shape
+    quarter = dim * bits // 16  # pairs of bytes of a head
     out = np.zeros((n, rows, heads, dim))
     for i, r, h in np.ndindex(n, rows, heads):
-        rms = 2.0 ** ((float(scales[i, r, h]) - 128) / 16)
+        rms = 2.0 ** ((float(scales[i, h, r]) - 128) / 16)
         for b in range(quarter):
-            high = int(codes[i, r, h * quarter + b])
-            low = int(codes[i, r, heads * quarter + h * quarter + b])
+            high, low = int(codes[i, h, r, 2 * b]), int(codes[i, h, r, 2 * b + 1])
             out[i, r, h, b] = (high % 16 - 7.5) * STEP[4] * rms
             out[i, r, h, quarter + b] = (high // 16 - 7.5) * STEP[4] * rms
             for s in range(4):
@@ -73,15 +72,15 @@ def text_like(
 def test_codes_read_as_described_are_the_nearest_levels(dim: int, bits: int) -> None:
     keys, _, stats = text_like(5, 3, 2, 2, dim, dim + bits)
     codes, scales = build_sketch(keys, stats, bits)
-    assert codes.shape == (5, 3, 2 * dim * bits // 8)
-    assert scales.shape == (5, 3, 2)
+    assert codes.shape == (5, 2, 3, dim * bits // 8)
+    assert scales.shape == (5, 2, 3)
     assert codes.dtype == scales.dtype == torch.uint8
-    assert sketch_bytes(dim, bits) * 2 == codes.shape[-1] + 2
+    assert sketch_bytes(dim, bits) == codes.shape[-1] + 1
     want = coordinates_of(keys, stats)
     four, two = coordinates(dim, bits)
     used = want[..., : four + two]
     rms = np.sqrt((used**2).mean(-1))
-    stored = 2.0 ** ((scales.numpy().astype(float) - 128) / 16)
+    stored = 2.0 ** ((scales.transpose(1, 2).numpy().astype(float) - 128) / 16)
     np.testing.assert_allclose(np.log2(stored / rms), 0, atol=1 / 32 + 1e-4)
     found = decode(codes.numpy(), scales.numpy(), dim, bits)
     for start, end, levels, step in ((0, four, 16, STEP[4]), (four, four + two, 4, STEP[2])):
@@ -122,8 +121,8 @@ def test_any_bytes_are_scored_as_described(
     n: int, rows: int, heads: int, group: int, sixteenths: int, bits: int, dtype: torch.dtype, seed: int
 ) -> None:
     dim, make = 16 * sixteenths, torch.Generator().manual_seed(seed)
-    codes = torch.randint(0, 256, (n, rows, heads * dim * bits // 8), dtype=torch.uint8, generator=make)
-    scales = torch.randint(90, 160, (n, rows, heads), dtype=torch.uint8, generator=make)
+    codes = torch.randint(0, 256, (n, heads, rows, dim * bits // 8), dtype=torch.uint8, generator=make)
+    scales = torch.randint(90, 160, (n, heads, rows), dtype=torch.uint8, generator=make)
     one = torch.ones(heads, dim)
     stats = ChannelStats(
         torch.randn(heads, dim, generator=make), torch.rand(heads, dim, generator=make) + 0.5, one, one,

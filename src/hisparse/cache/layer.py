@@ -158,8 +158,8 @@ class LayerStore:
     def _scores(self, q: Tensor, ids: Tensor, scaling: float) -> Tensor:
         assert self.stats is not None
         geometry = self.geometry
-        codes = self.sketch_codes.read(ids, self.device).view(len(ids), self.row_format.tokens, -1)
-        scales = self.sketch_scales.read(ids, self.device).view(len(ids), self.row_format.tokens, geometry.heads)
+        codes = self.sketch_codes.read(ids, self.device).view(len(ids), geometry.heads, self.row_format.tokens, -1)
+        scales = self.sketch_scales.read(ids, self.device).view(len(ids), geometry.heads, self.row_format.tokens)
         return score_sketch(q, codes, scales, self.stats, scaling)
 
     def _select(self, q: Tensor, ids: Tensor, wanted: int, scaling: float) -> Tensor:

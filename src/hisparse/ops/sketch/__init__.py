@@ -5,9 +5,10 @@ scores. With b bits a channel on average (1 or 2), the first ``D * b / 8`` coord
 4`` get two, and the rest none. Each is divided by the token's own root mean square and rounded to uniform levels
 ``(code - (levels - 1) / 2) * STEP``; one more byte holds that root mean square as ``round(16 * log2(rms)) + 128``.
 
-Layout: codes uint8 [rows, R, H * D * b / 8]: for all heads [H, D * b / 16] bytes of four-bit codes (byte i: coordinate
-i low, coordinate ``i + D * b / 16`` high), then for all heads [H, D * b / 16] bytes of two-bit codes (byte i at bit ``2
-* s``: coordinate ``s * (D * b / 16) + i`` of its group). scales uint8 [rows, R, H].
+Layout: codes uint8 [rows, H, R, D * b / 8], scales uint8 [rows, H, R]. A token's bytes of one head come in ``P = D * b
+/ 16`` pairs. Pair i holds, in its first byte, the four-bit codes of coordinates i (low) and ``P + i`` (high), and in
+its second, at bit ``2 * s``, the two-bit code of coordinate ``(2 + s) * P + i``. So every 32-bit word holds twelve codes
+at the same places, and any cut into words is fit for the matrix units.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     """Sketch keys.
 
     keys: [n, R, H, D], post-RoPE, any float dtype. bits: 1 or 2.
-    Returns codes uint8 [n, R, H * D * bits / 8] and scales uint8 [n, R, H]. Raises FormatError as :func:`coordinates`.
+    Returns codes uint8 [n, H, R, D * bits / 8] and scales uint8 [n, H, R]. Raises FormatError as :func:`coordinates`.
     """
     return select_backend("sketch", keys.device).build_sketch(keys, stats, bits)  # type: ignore[no-any-return]
 
@@ -52,7 +53,7 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
 def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float) -> Tensor:
     """Estimated attention scores of sketched tokens.
 
-    queries: [Hq, T, D] post-RoPE. codes, scales: rows of `build_sketch` (n rows of R tokens).
+    queries: [Hq, T, D] post-RoPE. codes, scales: n rows of `build_sketch`, of R tokens each.
     Returns float32 [Hq, T, n * R], estimates of ``scaling * <q, k>``.
     """
     return select_backend("sketch", queries.device).score_sketch(queries, codes, scales, stats, scaling)  # type: ignore[no-any-return]

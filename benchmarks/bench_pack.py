@@ -43,7 +43,7 @@ def time_pages(
     if differ:
         raise SystemExit(f"pack: {differ} of {expected.numel()} bytes differ from the reference's")
     times = [
-        graph_ms([lambda e=each, w=warps: pack_twin.pack_pages(k, v, stats, fmt, "rope", 0.15, e, w)])  # type: ignore[misc]
+        graph_ms([lambda e=each, w=warps: pack_twin.pack_pages(k, v, stats, fmt, "rope", 0.15, each=e, warps=w)])  # type: ignore[misc]
         for each, warps in EACH
     ]
     ms, moved = min(times), x.nbytes + packed.nbytes

@@ -83,6 +83,19 @@ def test_bad_values_are_named(value: float, of_keys: bool) -> None:
         pack_twin.pack_pages(k, v, make_stats(2, 64).to(DEVICE), fmt, "rope", 0.15)
 
 
+@pytest.mark.parametrize("of_keys", [True, False])
+def test_bad_values_are_counted_where_nothing_may_wait(of_keys: bool) -> None:
+    fmt = PageFormat(4, 2, 64, 5, 5, 64)
+    k, v = make_kv(fmt, 3, torch.float32)
+    stats, faults = make_stats(2, 64).to(DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    good = pack_twin.pack_pages(k, v, stats, fmt, "rope", 0.15, faults)
+    assert int(faults) == 0
+    (k if of_keys else v)[2, 1, 1, 7] = float("nan")
+    pages = pack_twin.pack_pages(k, v, stats, fmt, "rope", 0.15, faults)
+    assert int(faults) == 1
+    assert torch.equal(pages[:2], good[:2])
+
+
 def test_peaks_and_raw_pages_are_packed_too() -> None:
     fmt = PageFormat(4, 1, 64, 5, 5, 64)
     k, v = make_kv(fmt, 2, torch.float32)

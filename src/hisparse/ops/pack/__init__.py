@@ -23,6 +23,7 @@ def pack_pages(
     fmt: PageFormat,
     split: Split = "rope",
     peak_threshold: float = 0.15,
+    faults: Tensor | None = None,
 ) -> Tensor:
     """Pages uint8 [n, page_bytes] of keys (post-RoPE) and values [n, P, H, D] in float16, bfloat16 or float32.
 
@@ -33,7 +34,9 @@ def pack_pages(
     of the block's range, "never" none. A block of one value is exact in float16 and bfloat16.
 
     The same values give the same bytes. Raises FormatError for shapes or dtypes that do not fit `fmt`, and for inf, NaN
-    or values beyond the range of the format, naming the first place.
+    or values beyond the range of the format, naming the first place. To find such values the host has to wait for the
+    device; with `faults`, int32 [1] on k's device, a kernel counts there instead how many blocks hold one, whose pages
+    then mean nothing: look at it before the result is relied on.
     """
     shape = (fmt.tokens, fmt.heads, fmt.head_dim)
     for name, x in (("k", k), ("v", v)):
@@ -52,7 +55,7 @@ def pack_pages(
     if split not in ("rope", "peaks", "never"):
         raise FormatError(f'pack_pages: split = {split!r}; use "rope", "peaks" or "never"')
     check_stats(stats, fmt, "pack_pages")
-    pages: Tensor = select_backend("pack", k.device).pack_pages(k, v, stats, fmt, split, peak_threshold)
+    pages: Tensor = select_backend("pack", k.device).pack_pages(k, v, stats, fmt, split, peak_threshold, faults)
     return pages
 
 

@@ -21,9 +21,15 @@ _TINY = 2.0**-126  # smallest step: a subnormal one would have no finite inverse
 
 
 def pack_pages(
-    k: Tensor, v: Tensor, stats: ChannelStats | None, fmt: PageFormat, split: str, peak_threshold: float
+    k: Tensor,
+    v: Tensor,
+    stats: ChannelStats | None,
+    fmt: PageFormat,
+    split: str,
+    peak_threshold: float,
+    faults: Tensor | None = None,
 ) -> Tensor:
-    """See :func:`hisparse.ops.pack.pack_pages`."""
+    """See :func:`hisparse.ops.pack.pack_pages`. Bad values raise at once, with `faults` too."""
     pages = torch.zeros(len(k), fmt.page_bytes, dtype=torch.uint8, device=k.device)
     if not len(k):
         return pages

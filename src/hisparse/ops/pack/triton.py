@@ -191,6 +191,7 @@ def pack_pages(
     fmt: PageFormat,
     split: str,
     peak_threshold: float,
+    faults: Tensor | None = None,
     each: int = PAGES_EACH,
     warps: int = 1,
 ) -> Tensor:
@@ -202,7 +203,7 @@ def pack_pages(
     v = v if v.stride(3) == 1 else v.contiguous()
     make = torch.zeros if has_padding(fmt) else torch.empty
     pages = make(len(k), fmt.page_bytes, dtype=torch.uint8, device=k.device)
-    bad = torch.zeros(1, dtype=torch.int32, device=k.device)
+    bad = torch.zeros(1, dtype=torch.int32, device=k.device) if faults is None else faults
     strides = (*k.stride()[:3], *v.stride()[:3])
     options = {} if INTERPRET else {"num_warps": warps, "enable_fp_fusion": False}
     run = math.gcd(8, *(number for piece in stats.runs for number in piece), fmt.head_dim // 8)
@@ -214,6 +215,6 @@ def pack_pages(
         _field(fmt.v, False), each, **options,
     )  # fmt: skip
     capturing = k.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not capturing and bool(bad):
+    if faults is None and not capturing and bool(bad):
         return reference.pack_pages(k, v, stats, fmt, split, peak_threshold)  # which says what is wrong, and where
     return pages

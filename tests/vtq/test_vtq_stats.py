@@ -150,11 +150,14 @@ def test_backend_follows_device_and_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HISPARSE_BACKEND", "reference")
     assert backend_for("pack", cuda) == "reference"
     monkeypatch.setenv("HISPARSE_BACKEND", "cuda")
-    with pytest.raises(ConfigError, match="HISPARSE_BACKEND = 'cuda'; use reference or triton"):
+    with pytest.raises(ConfigError, match="called with tensors on cpu"):
+        backend_for("unpack", cpu)
+    monkeypatch.setenv("HISPARSE_BACKEND", "opencl")
+    with pytest.raises(ConfigError, match="HISPARSE_BACKEND = 'opencl'; use reference, triton or cuda"):
         backend_for("pack", cpu)
     monkeypatch.setenv("HISPARSE_BACKEND", "triton")
     monkeypatch.setattr("hisparse.ops._dispatch.has_triton", lambda op: False)
-    with pytest.raises(ConfigError, match="no_such_op has no Triton twin"):
+    with pytest.raises(ConfigError, match="no_such_op has no kernel here"):
         backend_for("no_such_op", cpu)
     monkeypatch.setattr("hisparse.ops._dispatch.has_triton", lambda op: True)
     assert backend_for("pack", cpu) == "triton"

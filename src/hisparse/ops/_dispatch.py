@@ -1,7 +1,8 @@
-"""Which twin of an op runs: ``hisparse.ops.<op>.reference`` or ``hisparse.ops.<op>.triton``.
+"""Which twin of an op runs: ``hisparse.ops.<op>.reference``, ``.triton`` or ``.cuda``.
 
-CUDA tensors get the Triton twin where it exists in a form that has passed its tests on a GPU (`ON_CUDA`) and Triton is
-installed, everything else the reference. The environment variable ``HISPARSE_BACKEND=reference|triton`` overrides that.
+CUDA tensors get the first of the op's kernels in `ON_CUDA` that can run there, everything else the reference. The
+environment variable ``HISPARSE_BACKEND=reference|triton|cuda`` overrides that; `cuda` means CUDA C++ where an op has
+it, else Triton.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from types import ModuleType
 import torch
 
 from hisparse.errors import ConfigError
+from hisparse.ops._cuda import can_run
 
-BACKENDS = ("reference", "triton")
-ON_CUDA = frozenset({"unpack"})
-"""Ops whose Triton twin serves CUDA tensors unasked. The others pass in the interpreter but changed since they last
-ran on a GPU: run their tests there, then add them."""
+BACKENDS = ("reference", "triton", "cuda")
+ON_CUDA = {"unpack": ("triton",)}
+"""The kernels that serve CUDA tensors unasked, best first: those that have passed their tests on a GPU in their present
+form."""
 
 
 @cache
@@ -28,16 +30,36 @@ def has_triton(op: str) -> bool:
     return find_spec("triton") is not None and find_spec(f"hisparse.ops.{op}.triton") is not None
 
 
+@cache
+def has_cuda(op: str, index: int | None) -> bool:
+    """True where `op` has a CUDA C++ twin and CUDA device `index` can run it."""
+    return find_spec(f"hisparse.ops.{op}.cuda") is not None and find_spec("triton") is not None and can_run(index)
+
+
+def _available(op: str, backend: str, device: torch.device) -> bool:
+    return has_cuda(op, device.index) if backend == "cuda" else has_triton(op)
+
+
 def backend_for(op: str, device: torch.device) -> str:
     """Name of the twin of `op` that serves tensors on `device`. Raises ConfigError for a bad HISPARSE_BACKEND."""
     forced = os.environ.get("HISPARSE_BACKEND")
     if not forced:
-        return "triton" if device.type == "cuda" and op in ON_CUDA and has_triton(op) else "reference"
+        if device.type == "cuda":
+            for backend in ON_CUDA.get(op, ()):
+                if _available(op, backend, device):
+                    return backend
+        return "reference"
     if forced not in BACKENDS:
-        raise ConfigError(f"HISPARSE_BACKEND = {forced!r}; use {' or '.join(BACKENDS)}, or unset it")
-    if forced == "triton" and not has_triton(op):
-        raise ConfigError(f"HISPARSE_BACKEND = triton, but {op} has no Triton twin here; unset it, or install triton")
-    return forced
+        raise ConfigError(
+            f"HISPARSE_BACKEND = {forced!r}; use {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, or unset it"
+        )
+    if forced == "cuda" and device.type != "cuda":
+        raise ConfigError(f"HISPARSE_BACKEND = cuda, but {op} was called with tensors on {device}; unset it")
+    if forced == "cuda" and has_cuda(op, device.index):
+        return "cuda"
+    if forced != "reference" and not has_triton(op):
+        raise ConfigError(f"HISPARSE_BACKEND = {forced}, but {op} has no kernel here; unset it, or install triton")
+    return "reference" if forced == "reference" else "triton"
 
 
 @cache
@@ -46,5 +68,5 @@ def _load(op: str, backend: str) -> ModuleType:
 
 
 def select_backend(op: str, device: torch.device) -> ModuleType:
-    """The module, reference or Triton twin of `op`, that serves tensors on `device`; imported on first use."""
+    """The module, reference or kernel twin of `op`, that serves tensors on `device`; imported on first use."""
     return _load(op, backend_for(op, device))

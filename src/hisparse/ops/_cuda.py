@@ -1,0 +1,146 @@
+"""CUDA C++ kernels: compiled for the card at hand by NVRTC when first used, launched on torch's current stream.
+
+Sources lie beside the ops (``ops/<op>/*.cu``), include nothing, and take their sizes as macros.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import UnsupportedError
+
+FOLDER = Path(__file__).parent
+MINIMUM = (9, 0)
+"""Least compute capability: the kernels copy with the bulk copy engine of Hopper and later."""
+
+
+@cache
+def has_compiler() -> bool:
+    """True where CUDA's Python bindings are installed (``pip install hisparse[cuda]``)."""
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@cache
+def can_run(index: int | None) -> bool:
+    """True where CUDA device `index` (None: the current one) can run these kernels."""
+    return has_compiler() and torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= MINIMUM
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    """The values of a call of the bindings; raises UnsupportedError for its error code."""
+    code, *values = result
+    if int(code) != 0:
+        raise UnsupportedError(f"{what}: {code.name}; HISPARSE_BACKEND=triton does without CUDA C++ kernels")
+    return values[0] if len(values) == 1 else values
+
+
+def compile_source(source: str, name: str, architecture: str, options: Sequence[str] = ()) -> bytes:
+    """Machine code of `source` for `architecture` ("sm_90"). Needs no GPU.
+
+    Raises UnsupportedError with the compiler's log where it does not compile.
+    """
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []), name)
+    flags = [f"--gpu-architecture={architecture}", "--std=c++17", "--restrict", *options]
+    (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    if int(code) != 0:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), name)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise UnsupportedError(f"{name} does not compile for {architecture}:\n{log.decode(errors='replace').rstrip(chr(0))}")
+    binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), name)
+    _check(nvrtc.nvrtcGetCUBIN(program, binary), name)
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(binary)
+
+
+class Kernel:
+    """A function of a compiled source, on one device."""
+
+    def __init__(self, binary: bytes, function: str) -> None:
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream()  # makes the device's context current
+        self._driver = driver
+        self._module = _check(driver.cuModuleLoadData(binary), function)
+        self._function = _check(driver.cuModuleGetFunction(self._module, function.encode()), function)
+        self.name = function
+        self._shared = 0
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread."""
+        kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS
+        return int(_check(self._driver.cuFuncGetAttribute(kind, self._function), self.name))
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of local memory of a thread."""
+        kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        return int(_check(self._driver.cuFuncGetAttribute(kind, self._function), self.name))
+
+    def __call__(
+        self, grid: tuple[int, int, int], block: int, args: Sequence[Tensor | int | float | None], shared: int = 0
+    ) -> None:
+        """Launch on the current stream.
+
+        args: tensors go as pointers (None: a null one), int as int32, float as float32. shared: dynamic shared memory,
+        bytes.
+        """
+        if shared > max(self._shared, 48 * 1024):
+            kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(self._driver.cuFuncSetAttribute(self._function, kind, shared), self.name)
+            self._shared = shared
+        values: list[int | float] = []
+        kinds: list[Any] = []
+        for arg in args:
+            if arg is None or isinstance(arg, Tensor):
+                values.append(0 if arg is None else arg.data_ptr())
+                kinds.append(ctypes.c_void_p)
+            elif isinstance(arg, float):
+                values.append(arg)
+                kinds.append(ctypes.c_float)
+            else:
+                values.append(int(arg))
+                kinds.append(ctypes.c_int)
+        stream = torch.cuda.current_stream().cuda_stream
+        arguments = (tuple(values), tuple(kinds))
+        _check(self._driver.cuLaunchKernel(self._function, *grid, block, 1, 1, shared, stream, arguments, 0), self.name)
+
+
+@cache
+def _load(path: str, function: str, defines: tuple[tuple[str, int], ...], registers: int | None, index: int) -> Kernel:
+    options = [f"--define-macro={name}={value}" for name, value in defines]
+    if registers is not None:
+        options.append(f"--maxrregcount={registers}")
+    major, minor = torch.cuda.get_device_capability(index)
+    source = (FOLDER / path).read_text()
+    with torch.cuda.device(index):
+        return Kernel(compile_source(source, path, f"sm_{major}{minor}", options), function)
+
+
+def load_kernel(
+    path: str,
+    function: str,
+    defines: dict[str, int] | None = None,
+    registers: int | None = None,
+    device: torch.device | None = None,
+) -> Kernel:
+    """`function` of the source `path` (under ops/), compiled once for each device and choice of macros.
+
+    registers: the most a thread may use. device: None means the current one. Raises UnsupportedError where it does not
+    compile or load.
+    """
+    index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
+    return _load(path, function, tuple(sorted((defines or {}).items())), registers, index)

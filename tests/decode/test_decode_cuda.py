@@ -1,0 +1,122 @@
+"""Decode attention in CUDA C++: against float64 on the GPU; and, without one, that it compiles."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from decode_oracle import check, make_case
+from test_decode_attention import _on_device
+
+from hisparse.ops import _cuda
+from hisparse.ops.decode import DecodeResult
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SOURCE = Path(_cuda.__file__).parent / "decode" / "decode.cu"
+SIZES = {
+    "HEADS": 4, "QUERIES": 8, "DIM": 128, "GROUP": 64, "K_BITS": 5, "V_BITS": 5, "SPLIT": 1, "BF16": 1, "KEPT_P": 8,
+    "ROWS_P": 4, "TILES": 3, "STAGES": 6, "BLOCKS": 1, "MASS": 0, "CHUNK": 256,
+}  # fmt: skip
+
+
+def run_cuda(case, monkeypatch, page_mass=False, split="rope", tuning=None):  # type: ignore[no-untyped-def]
+    """The CUDA twin; buffers are born full of NaN. Fails where the call would have gone to the Triton twin."""
+    from hisparse.ops.decode import cuda
+
+    plain = torch.Tensor.new_empty
+
+    def poisoned(self, *size, **kwargs):  # type: ignore[no-untyped-def]
+        out = plain(self, *size, **kwargs)
+        return out.fill_(float("nan")) if out.dtype.is_floating_point else out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    case = _on_device(case, "cuda")
+    assert cuda.supports(case.q, case.dense_k, case.kept, case.recalled, case.stats, None, page_mass, split)
+    result = cuda.decode_attention(*case.arguments(), None, None, page_mass, split, tuning)
+    return DecodeResult(*(None if x is None else x.cpu() for x in result))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_mass", [False, True], ids=["", "mass"])
+def test_at_the_common_shape(dtype, page_mass, monkeypatch):  # type: ignore[no-untyped-def]
+    case = make_case(
+        dtype, 4, 8, 128, 8, group=64, split="rope", counts=(37, 0, 300, 5), rows=(2, 0, 77, 1), lengths=(37, 0, 148, 3)
+    )
+    check(case, run_cuda(case, monkeypatch, page_mass), page_mass=page_mass)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("dim", "group", "heads", "queries", "tokens"),
+    [
+        (64, 64, 2, 7, 8), (64, 64, 3, 3, 4), (128, 128, 1, 8, 16), (128, 64, 8, 4, 8), (128, 64, 5, 1, 4),
+        (256, 64, 1, 4, 8), (256, 256, 2, 8, 4), (128, 64, 4, 2, 64), (128, 64, 15, 2, 4), (256, 128, 8, 2, 16),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("split", ["rope", "never"])
+def test_at_every_shape(dim, group, heads, queries, tokens, split, monkeypatch):  # type: ignore[no-untyped-def]
+    case = make_case(
+        torch.float16,
+        heads,
+        queries,
+        dim,
+        tokens,
+        group=group,
+        split=split,
+        counts=(3, 40),
+        rows=(9, 1),
+        lengths=(5, 1),
+    )
+    mass = tokens <= 16
+    check(case, run_cuda(case, monkeypatch, mass, split), page_mass=mass)
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", [(4, 4), (4, 5), (5, 4)], ids=str)
+def test_at_every_width(bits, monkeypatch):  # type: ignore[no-untyped-def]
+    for dim in (64, 128, 256):
+        case = make_case(
+            torch.bfloat16, 2, 5, dim, 8, bits=bits, split="rope", group=64, counts=(30,), rows=None, lengths=(300,)
+        )
+        check(case, run_cuda(case, monkeypatch))
+
+
+@needs_gpu
+def test_steps_and_scores_of_any_size(monkeypatch):  # type: ignore[no-untyped-def]
+    """Values of very different sizes from page to page, and scores that rise from tile to tile."""
+    case = make_case(torch.float16, 2, 8, 128, 8, group=64, split="rope", counts=(200,), rows=None, lengths=(1,))
+    case.scaling *= 30
+    check(case, run_cuda(case, monkeypatch))
+
+
+@needs_gpu
+def test_a_captured_call_follows_its_lengths():  # type: ignore[no-untyped-def]
+    from hisparse.ops.decode import cuda
+
+    sizes = {"counts": (50, 2), "rows": (20, 1), "lengths": (37, 3)}
+    case = make_case(torch.bfloat16, 2, 4, 128, 8, group=64, split="rope", **sizes)
+    device = _on_device(make_case(torch.bfloat16, 2, 4, 128, 8, group=64, split="rope", **sizes), "cuda")
+    cuda.decode_attention(*device.arguments(), None, None, False, "rope")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = cuda.decode_attention(*device.arguments(), None, None, False, "rope")
+    for used in (case, device):
+        used.dense_len -= 2
+        used.kept.count -= 1
+    graph.replay()
+    check(case, DecodeResult(*(None if x is None else x.cpu() for x in result)))
+
+
+@pytest.mark.skipif(not _cuda.has_compiler(), reason="needs cuda-bindings and NVRTC")
+@pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 64), (128, 128), (256, 64)])
+def test_it_compiles(dim, group):  # type: ignore[no-untyped-def]
+    """No GPU needed."""
+    source = SOURCE.read_text()
+    for split, mass in itertools.product((0, 1), (0, 1)):
+        sizes = SIZES | {"DIM": dim, "GROUP": group, "SPLIT": split, "MASS": mass, "TILES": 1, "STAGES": 2}
+        options = [f"--define-macro={name}={value}" for name, value in sizes.items()]
+        assert len(_cuda.compile_source(source, "decode.cu", "sm_90", options)) > 10_000

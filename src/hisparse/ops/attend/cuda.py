@@ -314,7 +314,7 @@ def sketched_keys(codes: Tensor, scales: Tensor, stats: ChannelStats) -> Tensor:
 
     The scores of the unit vectors are a key's channels, so this needs no knowledge of how sketches are stored.
     """
-    n, row_size, heads = scales.shape
+    n, heads, row_size = scales.shape
     dim = stats.head_dim
     unit = torch.eye(dim, device=codes.device).expand(heads, dim, dim)
     keys = torch.empty(heads, n * row_size, dim, dtype=torch.float16, device=codes.device)
@@ -338,5 +338,5 @@ def select_for_chunk(
     queries = (sample.reshape(heads, -1, dim).float() * (scaling * LOG2E)).half()
     library: Library = "plain" if not keys.is_cuda or dim % 8 else "flash"
     _, lse = partial_attention(queries, keys, keys, 1 / LOG2E, library)
-    worth = kernels.row_worth(keys, queries.contiguous(), lse.contiguous() * LOG2E, scales.shape[1])
+    worth = kernels.row_worth(keys, queries.contiguous(), lse.contiguous() * LOG2E, scales.shape[2])
     return worth.topk(count, sorted=False).indices

@@ -102,7 +102,7 @@ def select_for_chunk(
     sample: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float, count: int
 ) -> Tensor:
     """See :func:`hisparse.ops.attend.select_for_chunk`; `sample` [Hq, S, D] are the sampled queries."""
-    rows, row_size = scales.shape[:2]
+    rows, _, row_size = scales.shape
     step = max(1, SCORES // (sample.shape[0] * row_size * rows))
     worth = torch.zeros(rows, device=sample.device)
     for queries in torch.split(sample, step, dim=1):

@@ -48,7 +48,7 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
     out = product(q, codes)  # [H, count, nR]: tokens innermost from here on
     scale = torch.exp2((scales.transpose(0, 1).reshape(heads, n * rows).float() - 128) / 16)
     out.sub_(middle[..., None]).mul_(scale[:, None]).add_(offset[..., None])
-    return out.view(q_heads, chunk, n * rows)
+    return out.reshape(q_heads, chunk, n * rows)
 
 
 def _by_table(q: Tensor, codes: Tensor) -> Tensor:

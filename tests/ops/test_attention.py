@@ -18,6 +18,7 @@ from hisparse.errors import FormatError
 from hisparse.ops.attend import Packed, chunk_samples, reference
 from hisparse.ops.attend import attend as public_attend
 from hisparse.ops.attend import select_for_chunk as public_select
+from hisparse.ops.fetch import HostRows
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.sketch import build_sketch, score_sketch
 from hisparse.ops.unpack import unpack_pages
@@ -212,7 +213,7 @@ def test_nothing_packed_needs_no_statistics(twin: Any) -> None:
     dense=st.integers(0, 20),
     pages=st.lists(st.tuples(st.integers(0, 40), st.sampled_from([1, 3, 4, 8])), max_size=3),
     room=st.integers(8, 100),
-    places=st.lists(st.sampled_from(["device", "host", "scattered"]), min_size=3, max_size=3),
+    places=st.lists(st.sampled_from(["device", "host", "scattered", "segments", "adjacent"]), min_size=3, max_size=3),
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 2**31),
 )
@@ -225,7 +226,7 @@ def test_past_in_slices_from_anywhere(
     make = torch.Generator().manual_seed(seed)
     lazy = []
     for part, place in zip(c.packed, places, strict=False):
-        stored = part.pages if place == "device" else part.pages.cpu()
+        stored: Any = part.pages if place == "device" else part.read(torch.device("cpu"))
         ids = None
         if place == "scattered":
             order = torch.randperm(2 * part.count, generator=make)[: part.count]
@@ -233,6 +234,12 @@ def test_past_in_slices_from_anywhere(
             pool[order] = stored
             stored, ids = pool.pin_memory() if DEVICE == "cuda" else pool, order
             ids = ids.to(DEVICE) if seed % 2 else ids
+        if place in ("segments", "adjacent"):  # rows 3 .. count + 2, or those in disorder
+            order = torch.randperm(part.count, generator=make) if place == "segments" else torch.arange(part.count)
+            pool = torch.full((part.count + 12, part.fmt.page_bytes), 255, dtype=torch.uint8)
+            pool[order + 3] = stored.cpu()
+            cut = [piece.pin_memory() if DEVICE == "cuda" else piece for piece in pool[: len(pool) // 4 * 4].split(4)]
+            stored, ids = HostRows.of(cut, torch.device(DEVICE)), order + 3
         lazy.append(Packed(stored, part.fmt, ids))
     with pytest.MonkeyPatch.context() as patch:
         if twin is not reference:
@@ -248,7 +255,8 @@ def test_gathered_pages_are_those_asked_for(rows: int, size: int) -> None:
     pool = pool.pin_memory() if DEVICE == "cuda" else pool
     ids = torch.randperm(50, generator=torch.Generator().manual_seed(size))[:rows]
     out = torch.full((rows, size), 7, dtype=torch.uint8, device=DEVICE)
-    kernels.gather(pool, ids.to(DEVICE), out, 3)
+    source = HostRows.of(list(pool.split(10)), torch.device(DEVICE))
+    kernels.gather(source, ids.to(DEVICE), out, 3)
     assert torch.equal(out.cpu(), pool[ids])
 
 

@@ -1,4 +1,4 @@
-"""`hisparse bench`: how exact and how fast the cache is on this machine, beside the dense one."""
+"""`hisparse bench`: how exact and how fast the cache is on this machine, beside the dense one; and its kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hisparse.cli.generate import Calibration, Chunk, ConfigFile, Device, Dtype, Model, Tlif, check_writable, write_json
+from hisparse.cli.kernels import add_commands
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 bench_app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Measure quality and speed beside the dense cache."
 )
+add_commands(bench_app)
 
 Texts = Annotated[
     list[Path] | None,

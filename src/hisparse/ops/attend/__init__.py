@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hisparse.errors import FormatError
 from hisparse.ops._dispatch import select_backend
+from hisparse.ops.fetch import HostRows, gather_rows
 from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
@@ -20,24 +21,31 @@ __all__ = ["Packed", "attend", "attend_recalled", "chunk_samples", "select_for_c
 class Packed:
     """Packed tokens of one sequence and layer.
 
-    pages: uint8 [n, fmt.page_bytes]. ids: int64 [m], which of these pages, in any order; None for all of them. The
-    pages may lie on the host, best pinned: they are then brought to the queries' device a slice at a time while the
-    slice before is attended to. `ids` may lie on either device; on the host they tell adjacent pages, which are copied
-    without a kernel.
+    pages: uint8 [n, fmt.page_bytes], or rows in the host's memory. ids: int64 [m], which of these pages, in any order;
+    None for all of them. What lies on the host (best pinned) is brought to the queries' device a slice at a time while
+    the slice before is attended to. `ids` may lie on either device; those on the host tell adjacent pages, which are
+    copied without a kernel.
     """
 
-    pages: Tensor
+    pages: Tensor | HostRows
     fmt: PageFormat
     ids: Tensor | None = None
 
     @property
     def count(self) -> int:
         """Pages to attend to."""
-        return len(self.pages) if self.ids is None else len(self.ids)
+        if self.ids is not None:
+            return len(self.ids)
+        return self.pages.capacity if isinstance(self.pages, HostRows) else len(self.pages)
 
     def read(self, device: torch.device) -> Tensor:
         """All of them at once, uint8 [count, page_bytes] on `device`."""
-        pages = self.pages if self.ids is None else self.pages.index_select(0, self.ids.to(self.pages.device))
+        if isinstance(self.pages, HostRows):
+            if self.ids is not None:
+                return gather_rows(self.pages, self.ids.to(device=device, dtype=torch.int32)[None])
+            pages = torch.cat(self.pages.segments)
+        else:
+            pages = self.pages if self.ids is None else self.pages.index_select(0, self.ids.to(self.pages.device))
         return pages if pages.device == device else pages.to(device, non_blocking=True)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hisparse.ops.attend import Packed, kernels, reference
+from hisparse.ops.fetch import HostRows
 from hisparse.ops.sketch import score_sketch
 from hisparse.ops.unpack import unpack_into
 from hisparse.vtq.stats import ChannelStats
@@ -110,11 +111,15 @@ class _Piece:
         return None if chosen is None else chosen[self.first : self.first + self.count]
 
 
-def _cut(packed: list[Packed], room: int) -> list[_Piece]:
+def _lies_on(part: Packed, device: torch.device) -> bool:
+    return isinstance(part.pages, Tensor) and part.pages.device == device
+
+
+def _cut(packed: list[Packed], room: int, device: torch.device) -> list[_Piece]:
     """Pieces that fill slices of at most `room` tokens, those on the device first."""
     pieces: list[_Piece] = []
     at = 0
-    for part in sorted(packed, key=lambda p: not p.pages.is_cuda):
+    for part in sorted(packed, key=lambda p: not _lies_on(p, device)):
         first, size = 0, part.fmt.tokens
         while first < part.count:
             if at + size > room:
@@ -148,12 +153,13 @@ class _Host:
 
     def _start(self) -> None:
         piece = self.pieces[self.started]
-        fmt, ids, pages = piece.part.fmt, piece.ids(), piece.part.pages
+        fmt, ids = piece.part.fmt, piece.ids()
         target = self.buffers[self.started % 2][: piece.count * fmt.page_bytes].view(-1, fmt.page_bytes)
         self.started += 1
         event = None
         if self.device.type != "cuda":
-            target.copy_(pages[piece.first : piece.first + piece.count] if ids is None else pages[ids])
+            chosen = torch.arange(piece.first, piece.first + piece.count) if ids is None else ids
+            target.copy_(Packed(piece.part.pages, fmt, chosen).read(self.device))
         else:
             with torch.cuda.stream(self.stream):
                 self._copy(piece, target)
@@ -163,18 +169,25 @@ class _Host:
 
     def _copy(self, piece: _Piece, target: Tensor) -> None:
         pages, ids = piece.part.pages, piece.ids()
+        if isinstance(pages, Tensor) and (not pages.is_pinned() or pages.shape[1] % 16):
+            chosen = pages[piece.first : piece.first + piece.count] if ids is None else pages[ids.cpu()]
+            target.copy_(chosen)
+            return
+        source = pages if isinstance(pages, HostRows) else HostRows.of([pages], self.device)
         runs = [(piece.first, piece.count)] if ids is None else _runs(ids)
-        if runs is not None:
-            at = 0
-            for first, count in runs:
-                target[at : at + count].copy_(pages[first : first + count], non_blocking=True)
-                at += count
-        elif pages.is_pinned() and pages.shape[1] % 16 == 0:
+        if runs is None:
             assert ids is not None  # no ids are one run
-            kernels.gather(pages, ids.to(self.device, non_blocking=True), target)
-        else:
-            assert ids is not None
-            target.copy_(pages.index_select(0, ids.cpu()))
+            kernels.gather(source, ids.to(self.device, non_blocking=True), target)
+            return
+        at, size = 0, source.per_segment
+        for first, count in runs:
+            for begin in (first, *range((first // size + 1) * size, first + count, size)):
+                end = min((begin // size + 1) * size, first + count)
+                segment = source.segments[begin // size]
+                target[at : at + end - begin].copy_(
+                    segment[begin % size : begin % size + end - begin], non_blocking=True
+                )
+                at += end - begin
 
     def take(self) -> Tensor:
         """The next piece's pages; call `done` when the work that reads them is on its way."""
@@ -223,8 +236,8 @@ def _slices(
     heads, _, dim = dense_k.shape
     size = max(part.fmt.tokens for part in packed)
     room = max(WORKSPACE // (2 * heads * dim * dense_k.element_size()) // size * size, size)
-    pieces = _cut(packed, room)
-    host = _Host([p for p in pieces if p.part.pages.device != device], device)
+    pieces = _cut(packed, room, device)
+    host = _Host([p for p in pieces if not _lies_on(p.part, device)], device)
     tokens = pieces[-1].at + pieces[-1].count * pieces[-1].part.fmt.tokens
     single = all(not p.last for p in pieces)
     room = min(room, tokens) if single else room
@@ -233,14 +246,15 @@ def _slices(
     for i, piece in enumerate(pieces):
         fmt = piece.part.fmt
         here = slice(piece.at, piece.at + piece.count * fmt.tokens)
-        if piece.part.pages.device != device:
-            unpack_into(host.take(), stats, fmt, work[0, :, here], work[1, :, here])
+        stored, ids = piece.part.pages, piece.ids()
+        k, v = work[0, :, here], work[1, :, here]
+        if not isinstance(stored, Tensor) or stored.device != device:
+            unpack_into(host.take(), stats, fmt, k, v)
             host.done()
-        elif (ids := piece.ids()) is not None:
-            unpack_into(piece.part.pages, stats, fmt, work[0, :, here], work[1, :, here], ids.to(device))
+        elif ids is not None:
+            unpack_into(stored, stats, fmt, k, v, ids.to(device))
         else:
-            pages = piece.part.pages[piece.first : piece.first + piece.count]
-            unpack_into(pages, stats, fmt, work[0, :, here], work[1, :, here])
+            unpack_into(stored[piece.first : piece.first + piece.count], stats, fmt, k, v)
         if piece.last or i == len(pieces) - 1:
             end = here.stop
             if i == len(pieces) - 1 and joined:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.ops.fetch import HostRows
+
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 LOG2E = tl.constexpr(1.4426950408889634)
 QUERIES = 64
@@ -71,31 +73,36 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> tu
 
 
 @triton.jit
-def _gather(p_pool, p_ids, p_out, n_rows, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """p_out int32 [n_rows, WORDS] of p_pool int32 [any, WORDS], which lies in pinned host memory."""
+def _gather(
+    p_addresses, p_ids, p_out, n_rows, PER: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
+):
+    """p_out int32 [n_rows, WORDS] of rows in the host's memory, row r in line r % PER of segment r // PER."""
     r = tl.arange(0, ROWS)
     w = tl.arange(0, WIDE)
     for start in range(bound(tl.program_id(0) * ROWS), bound(n_rows), bound(tl.num_programs(0) * ROWS)):
         i_row = start + r
         m_row = i_row < n_rows
-        row = tl.load(p_ids + i_row, mask=m_row, other=0).to(tl.int64)
+        row = tl.load(p_ids + i_row, mask=m_row, other=0)
+        p_row = tl.load(p_addresses + row // PER, mask=m_row, other=0) + (row % PER).to(tl.int64) * (4 * WORDS)
         mask = m_row[:, None] & (w < WORDS)[None, :]
-        words = tl.load(p_pool + row[:, None] * WORDS + w[None, :], mask=mask, other=0)
+        p_word = tl.multiple_of(p_row, 16).to(tl.pointer_type(tl.int32))[:, None] + w[None, :]
+        p_word = tl.max_contiguous(tl.multiple_of(p_word, (1, 16)), (1, 4))
+        words = tl.load(p_word, mask=mask, other=0)
         tl.store(p_out + i_row.to(tl.int64)[:, None] * WORDS + w[None, :], words, mask=mask)
 
 
-def gather(pool: Tensor, ids: Tensor, out: Tensor, programs: int = 16) -> None:
-    """out uint8 [n, bytes] = rows `ids` int64 [n] (on the device) of `pool` uint8 [any, bytes] in pinned host memory.
+def gather(source: HostRows, ids: Tensor, out: Tensor, programs: int = 16) -> None:
+    """out uint8 [n, row_bytes] = rows `ids` int64 [n] (on the device) of the host's memory, pinned.
 
-    Few programs, each with much in flight: the bus is slow enough for them, and the attention that runs beside them
-    keeps its multiprocessors. A row's bytes must be a multiple of 16.
+    As `hisparse.ops.fetch.gather_rows`, but by few programs, each with much in flight: the bus is slow enough for them,
+    and the attention that runs beside them keeps its multiprocessors.
     """
-    words = pool.shape[1] // 4
+    words = source.row_bytes // 4
     wide = triton.next_power_of_2(words)
     rows = max(1, 8192 // wide)
     options = {} if INTERPRET else {"num_warps": 8}
     _gather[(min(programs, -(-len(ids) // rows)),)](
-        pool.view(torch.int32), ids, out.view(torch.int32), len(ids), words, wide, rows, **options
+        source.addresses, ids, out.view(torch.int32), len(ids), source.per_segment, words, wide, rows, **options
     )
 
 

@@ -83,6 +83,7 @@ def attend_recalled(
     mask = _causal_tail(chunk, keys.shape[1], q.device)
     if mask is not None:
         shared.masked_fill_(~mask, float("-inf"))
+    assert isinstance(recalled.pages, Tensor)
     pages = recalled.pages.flatten(0, 1)
     own_k, own_v = unpack_pages(pages, stats, recalled.fmt, torch.float32)  # [T * n, R, H, D]
     own_k = own_k.reshape(chunk, -1, heads, dim)

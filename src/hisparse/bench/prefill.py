@@ -1,0 +1,173 @@
+"""Attention of a chunk over a packed past, most of it on the host, beside dense flash attention of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.bench.data import CHUNK, Layer, float64_attention, make_layer, pages_of
+from hisparse.bench.measure import check, event_ms
+from hisparse.bench.results import make_row
+from hisparse.bench.shapes import SHAPES
+from hisparse.bench.twins import twin
+from hisparse.cache.geometry import Geometry
+from hisparse.config import BudgetConfig, HiSparseConfig
+from hisparse.ops.attend import Packed, chunk_samples
+from hisparse.ops.fetch import HostRows
+from hisparse.ops.unpack import unpack_pages
+
+SLOTS = 148
+TOLERANCE = 1.2e-2  # of the bfloat16 output, against float64
+CHECKED = 48  # queries that are checked
+
+
+class Past:
+    """A layer's past at a KV capacity: dense slots, kept pages on the device, rows in pinned host memory, sketches."""
+
+    def __init__(self, name: str, layer: Layer, context: int, capacity: float, scattered: bool) -> None:
+        shape, device = SHAPES[name], layer.k.device
+        config = HiSparseConfig(budget=BudgetConfig(capacity=capacity))
+        geometry = Geometry(shape.layers, shape.heads, shape.dim, torch.bfloat16, config)
+        self.layer, self.context, self.config, self.scaling = layer, context, config, shape.dim**-0.5
+        self.dense_k, self.dense_v = layer.k[:, :SLOTS], layer.v[:, :SLOTS]
+        first = -(-SLOTS // 64) * 64
+        packed = (context - first) // 64 * 64
+        limit = geometry.keep_limit(context, packed, geometry.slots * geometry.slot_bytes)
+        size = max(config.vtq.page_size, config.selection.row_size)
+        kept = max(size, limit // size * size)
+        self.kept_format, self.row_format = geometry.kept_format, geometry.row_format
+        self.kept_pages = layer.pack(self.kept_format, first, kept)
+        self.rows = (packed - kept) // self.row_format.tokens
+        pages = layer.pack(self.row_format, first + kept, self.rows * self.row_format.tokens)
+        make = torch.Generator().manual_seed(2)
+        places = torch.randperm(self.rows, generator=make) if scattered else torch.arange(self.rows)
+        self.pool = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=True)
+        self.pool[places] = pages.cpu()
+        self.source = HostRows.of([self.pool], device)
+        self.ids = places.to(device) if scattered else places
+        keys = layer.k[:, first + kept : first + kept + self.rows * self.row_format.tokens]
+        self.codes, self.scales = twin("sketch", device).build_sketch(
+            pages_of(keys, self.row_format.tokens),
+            layer.stats,
+            config.selection.sketch_bits,
+        )
+        self.kept = Packed(self.kept_pages, self.kept_format)
+        device_bytes = self.kept_pages.nbytes + self.codes.nbytes + self.scales.nbytes + 2 * self.dense_k.nbytes
+        self.capacity = context * shape.token_bytes / device_bytes
+
+    def everything(self) -> list[Packed]:
+        return [self.kept, Packed(self.source, self.row_format, self.ids)]
+
+    def chosen(self, rows: Tensor) -> list[Packed]:
+        """Kept pages and the rows of these numbers."""
+        ids = self.ids.to(rows.device)[rows]
+        return [self.kept, Packed(self.source, self.row_format, ids)]
+
+    def slices(self, packed: list[Packed]) -> list[tuple[Tensor, Tensor]]:
+        """K and V float32 [H, n, D] of what `packed` and the dense slots hold."""
+        parts = [(self.dense_k.float(), self.dense_v.float())]
+        for part in packed:
+            pages = part.read(self.dense_k.device)
+            for some in torch.split(pages, CHUNK // part.fmt.tokens):
+                k, v = unpack_pages(some, self.layer.stats, part.fmt, torch.float32)
+                parts.append((k.permute(2, 0, 1, 3).flatten(1, 2), v.permute(2, 0, 1, 3).flatten(1, 2)))
+        return parts
+
+
+def error_of(past: Past, packed: list[Packed], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
+    """Largest relative error over sampled queries and heads, against float64."""
+    heads, (_, chunk, dim) = k.shape[0], q.shape
+    slices = past.slices(packed)
+    worst = 0.0
+    for t in chunk_samples(chunk, CHECKED // 2, CHECKED // 2).tolist()[:: 1 if chunk <= CHECKED else 3]:
+        here = [*slices, (k[:, : t + 1], v[:, : t + 1])]
+        want = float64_attention(q[:, t].view(heads, -1, dim), here, past.scaling)
+        found = out[:, t].view(heads, -1, dim).double()
+        worst = max(worst, float(((found - want).norm(dim=-1) / want.norm(dim=-1)).max()))
+    return worst
+
+
+def dense_calls(past: Past, q: Tensor, k: Tensor, v: Tensor, context: int) -> dict[str, Callable[[], Any]]:
+    """Dense attention of the same tokens: flash as PyTorch offers it, and the past by cuDNN joined as this op does."""
+    from hisparse.ops.attend import cuda
+
+    keys, values = (torch.cat([a[:, :context], b], 1) for a, b in ((past.layer.k, k), (past.layer.v, v)))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    before = context // 1024 * 1024
+
+    def cudnn() -> None:
+        grouped = q.reshape(k.shape[0], -1, q.shape[2])
+        cuda.partial_attention(grouped, keys[:, :before], values[:, :before], past.scaling, "cudnn")
+        cuda.causal_attention(q, k, v, past.scaling, "flash")
+
+    # The causal mask of this operation is aligned to the lower right, as torch.nn.attention.bias uses it.
+    return {
+        "flash": lambda: flash(q[None], keys[None], values[None], is_causal=True, scale=past.scaling),
+        "cudnn": cudnn,
+    }
+
+
+def run(
+    name: str, context: int, chunk: int, capacity: float, device: torch.device, pinned: float, budgets: list[int]
+) -> Iterator[dict[str, Any]]:
+    """Rows for `full` (rows adjacent in the pool, and scattered) and `recall` with multiples of the decode budget.
+
+    pinned: bytes a second from pinned memory. Raises WrongResult.
+    """
+    from hisparse.ops.attend import cuda
+
+    shape = SHAPES[name]
+    layer = make_layer(shape, context + chunk, device)
+    q = torch.randn(shape.q_heads, chunk, shape.dim, device=device, dtype=torch.bfloat16)
+    q[:, ::97] += layer.q[:, None]
+    k, v = layer.k[:, context:], layer.v[:, context:]
+    dense: dict[str, float] = {}
+    for scattered in (False, True):
+        past = Past(name, layer, context, capacity, scattered)
+        if not dense:
+            dense = {what: event_ms(call) for what, call in dense_calls(past, q, k, v, context).items()}
+        shared = {"capacity": round(past.capacity, 2), "dense_ms": dense["flash"], "chunk": chunk}
+        shared |= {"dense_cudnn_ms": round(dense["cudnn"], 4)}
+
+        def attend(packed: list[Packed], library: Any = None, past: Past = past) -> Tensor:
+            return cuda.attend(q, k, v, past.dense_k, past.dense_v, packed, layer.stats, past.scaling, library)
+
+        where = "scattered rows" if scattered else "adjacent rows"
+        for library in (None, "flash"):
+            packed = past.everything()
+            error = check(f"prefill {name}", error_of(past, packed, q, k, v, attend(packed, library)), TOLERANCE)
+            ms = event_ms(lambda p=packed, x=library, f=attend: f(p, x))  # type: ignore[misc]
+            used = library or cuda.choose_library(q, chunk)
+            yield make_row(
+                "prefill-full", name, context, ms, what=f"chunk {chunk}, {where}, {used}", error=error,
+                bytes=past.pool.nbytes, pinned_fraction=round(past.pool.nbytes / pinned / ms * 1e3, 3), **shared,
+            )  # fmt: skip
+        if scattered:
+            yield from _recall(name, past, q, k, v, attend, budgets, shared)
+        del past
+
+
+def _recall(
+    name: str, past: Past, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], budgets: list[int],
+    shared: dict[str, Any],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    from hisparse.ops.attend import select_for_chunk
+
+    context, chunk = past.context, q.shape[1]
+    for times in budgets:
+        count = min(past.rows, times * past.config.selection.budget(context) // past.row_format.tokens)
+
+        def choose(count: int = count) -> Tensor:
+            return select_for_chunk(q, past.codes, past.scales, past.layer.stats, past.scaling, count)
+
+        rows = choose()
+        packed = past.chosen(rows)
+        error = check(f"prefill recall {name}", error_of(past, packed, q, k, v, attend(packed)), TOLERANCE)
+        ms = event_ms(lambda choose=choose: attend(past.chosen(choose())))  # type: ignore[misc]
+        yield make_row(
+            "prefill-recall", name, context, ms, what=f"chunk {chunk}, {times} x the decode budget", error=error,
+            bytes=count * past.row_format.page_bytes, rows=count, select_ms=round(event_ms(choose), 4), **shared,
+        )  # fmt: skip

@@ -1,0 +1,199 @@
+"""`hisparse bench decode|prefill|pack|plan|tlif|...`: how fast the kernels are on this card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", "-s", help="Attention shape of a model; may be repeated. glm4-9b-1m if not given."),
+]
+Contexts = Annotated[list[int] | None, typer.Option("--context", "-c", min=1024, help="Tokens; may be repeated.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="Results file or folder (then <gpu>-<date>.json in it); rows are merged into it."),
+]
+Commit = Annotated[str | None, typer.Option("--commit", help="Commit to name in the results; git's if not given.")]
+TwinName = Annotated[
+    str | None, typer.Option("--twin", help="Kernel to measure: triton or cuda; the one in use if not given.")
+]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add a command for each kernel benchmark."""
+    for command in (decode, prefill, pack, plan, tlif):
+        app.command()(command)
+
+
+def decode(
+    shape: Shapes = None,
+    context: Contexts = None,
+    page_size: Annotated[list[int] | None, typer.Option(help="Tokens a page; may be repeated.")] = None,
+    group: Annotated[int, typer.Option(help="Channels that share a step and a zero.")] = 64,
+    tune: Annotated[
+        list[str] | None, typer.Option(help="block,warps,stages,programs[,registers] of the Triton kernel, to try.")
+    ] = None,
+    twin: TwinName = None,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Decode attention over packed pages on the device, beside dense attention of the same tokens."""
+    device = _cuda("decode")
+    from hisparse.bench import decode as bench
+    from hisparse.bench.measure import read_bandwidth
+
+    speeds = {"read_bandwidth": read_bandwidth(device)}
+    sizes, contexts = page_size or [4, 8], context or [1 << 17, 1 << 20]
+    rows = (
+        row
+        for name in _shapes(shape)
+        for size in sizes
+        for row in bench.run(name, contexts, size, group, device, speeds["read_bandwidth"], twin, tune or [])
+    )
+    _report(rows, out, commit, speeds)
+
+
+def prefill(
+    shape: Shapes = None,
+    context: Contexts = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = 8192,
+    capacity: Annotated[float, typer.Option(min=1.0, help="KV capacity: dense bytes / device bytes.")] = 9.0,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Rows a chunk recalls, in multiples of a decode step's; may be repeated."),
+    ] = None,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """A chunk over a long past, most of it in host memory: all of it, and recalled rows only; beside dense flash."""
+    device = _cuda("prefill")
+    from hisparse.bench import prefill as bench
+    from hisparse.bench.measure import pinned_bandwidth
+
+    speeds = {"pinned_bandwidth": pinned_bandwidth(device)}
+    rows = (
+        row
+        for name in _shapes(shape)
+        for tokens in context or [1 << 17]
+        for row in bench.run(name, tokens, chunk, capacity, device, speeds["pinned_bandwidth"], budget or [1, 4])
+    )
+    _report(rows, out, commit, speeds)
+
+
+def pack(
+    shape: Shapes = None,
+    context: Contexts = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Try the Triton kernel's variants.")] = False,
+    twin: TwinName = None,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Packing and unpacking K and V."""
+    device = _cuda("pack")
+    from hisparse.bench import pack as bench
+    from hisparse.bench.measure import copy_bandwidth, read_bandwidth
+
+    speeds = {"read_bandwidth": read_bandwidth(device), "copy_bandwidth": copy_bandwidth(device)}
+    rows = (
+        row
+        for name in _shapes(shape)
+        for tokens in context or [1 << 20]
+        for row in bench.run(name, tokens, device, speeds["read_bandwidth"], twin, tune)
+    )
+    _report(rows, out, commit, speeds)
+
+
+def plan(
+    shape: Shapes = None,
+    context: Contexts = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice if not given.")] = None,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Planning the blocks of a sequence, on the CPU and, where there is one, on the GPU."""
+    import torch
+
+    from hisparse.bench import plan as bench
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+    rows = (
+        row for name in _shapes(shape) for tokens in context or [1 << 20] for row in bench.run(name, tokens, devices)
+    )
+    _report(rows, out, commit, {})
+
+
+def tlif(
+    shape: Shapes = None,
+    context: Contexts = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice if not given.")] = None,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Scoring a prompt's tokens, as a share of one layer's dense prefill attention (on a GPU)."""
+    import torch
+
+    from hisparse.bench import tlif as bench
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = (
+        row for name in _shapes(shape) for tokens in context or [1 << 17] for row in bench.run(name, tokens, device)
+    )
+    _report(rows, out, commit, {})
+
+
+def _cuda(bench: str) -> torch.device:
+    from hisparse.bench.measure import require_cuda
+
+    return require_cuda(bench)
+
+
+def _shapes(names: list[str] | None) -> list[str]:
+    from hisparse.bench.shapes import shape_of
+
+    chosen = names or ["glm4-9b-1m"]
+    for name in chosen:
+        shape_of(name)
+    return chosen
+
+
+def _report(rows: Iterable[dict[str, Any]], out: Path | None, commit: str | None, speeds: dict[str, float]) -> None:
+    """Print every row as it comes, then merge all into the results file. Rows measured before an error are kept."""
+    from hisparse.bench.results import commit_name, results_path, save
+
+    for name, value in speeds.items():
+        typer.echo(f"{name.replace('_', ' ')}: {value / 1e12:.3f} TB/s")
+    done: list[dict[str, Any]] = []
+    try:
+        for row in rows:
+            done.append(row)
+            typer.echo(_line(row))
+    finally:
+        if out is not None and done:
+            path = out if out.suffix == ".json" else results_path(out)
+            save(done, path, commit_name() if commit is None else commit, **speeds)
+            typer.echo(f"written to {path}")
+
+
+def _line(row: dict[str, Any]) -> str:
+    text = f"{row['bench']} {row['shape']} {row['context']}"
+    if row.get("what"):
+        text += f", {row['what']}"
+    text += f": {row['ms']:.4f} ms"
+    if row["dense_ms"] is not None:
+        text += f", dense {row['dense_ms']:.4f}: {row['speedup']:.2f} x"
+    if row["bandwidth_fraction"] is not None:
+        text += f", {100 * row['bandwidth_fraction']:.0f} % of read bandwidth"
+    shown = {"bench", "shape", "context", "batch", "what", "ms", "dense_ms", "speedup", "bandwidth_fraction", "bytes"}
+    others = {key: value for key, value in row.items() if key not in shown and value is not None}
+    return text + "".join(f"; {key.replace('_', ' ')} {value}" for key, value in others.items())

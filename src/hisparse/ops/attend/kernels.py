@@ -74,16 +74,16 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> tu
 
 @triton.jit
 def _gather(
-    p_addresses, p_ids, p_out, n_rows, PER: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
+    p_addresses, p_ids, p_out, n_rows, n_line, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
 ):
-    """p_out int32 [n_rows, WORDS] of rows in the host's memory, row r in line r % PER of segment r // PER."""
+    """p_out int32 [n_rows, WORDS] of rows in the host's memory, row r in line r % n_line of segment r // n_line."""
     r = tl.arange(0, ROWS)
     w = tl.arange(0, WIDE)
     for start in range(bound(tl.program_id(0) * ROWS), bound(n_rows), bound(tl.num_programs(0) * ROWS)):
         i_row = start + r
         m_row = i_row < n_rows
         row = tl.load(p_ids + i_row, mask=m_row, other=0)
-        p_row = tl.load(p_addresses + row // PER, mask=m_row, other=0) + (row % PER).to(tl.int64) * (4 * WORDS)
+        p_row = tl.load(p_addresses + row // n_line, mask=m_row, other=0) + (row % n_line).to(tl.int64) * (4 * WORDS)
         mask = m_row[:, None] & (w < WORDS)[None, :]
         p_word = tl.multiple_of(p_row, 16).to(tl.pointer_type(tl.int32))[:, None] + w[None, :]
         p_word = tl.max_contiguous(tl.multiple_of(p_word, (1, 16)), (1, 4))

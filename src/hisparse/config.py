@@ -87,13 +87,28 @@ class VtqConfig(_Section):
 
 
 class SelectionConfig(_Section):
-    """Recall: the sketch a token leaves behind and how many tokens a step may read back."""
+    """Recall: the sketch a token leaves behind, how many tokens a step may read back, and how.
+
+    scan_interval: sketches are scanned every so many steps; in between the last choice serves again. hot_factor: how
+    many times the rows of one step a GPU keeps of those recalled lately, where the byte target leaves room (0: none).
+    """
 
     sketch_bits: Literal[1, 2] = 2
     row_size: int = Field(4, ge=1, le=64)
     min_tokens: int = Field(512, ge=1)
     root_factor: float = Field(12.0, ge=0)
     rows: Literal["host", "device"] = "host"
+    scan_interval: int = Field(1, ge=1)
+    hot_factor: float = Field(2.0, ge=0, le=64)
+
+    @model_validator(mode="after")
+    def _hot(self) -> SelectionConfig:
+        if 0 < self.hot_factor < 1:
+            raise ValueError(
+                f"hot_factor = {self.hot_factor}: the hot buffer must hold what one step recalls; use 1 or more, or 0 "
+                "for no buffer"
+            )
+        return self
 
     def budget(self, context: int) -> int:
         """Tokens a layer may recall in one step at a context of `context` tokens.

@@ -11,13 +11,21 @@ from hisparse.ops.sketch import sketch_bytes
 from hisparse.vtq.format import PageFormat
 
 SINKS = 4
+HOT_SHARE = 0.5
+"""Most of the device bytes left beside dense slots and sketches that go to hot buffers; the rest is for kept tokens."""
+
+
+def rounded(rows: int) -> int:
+    """Room for `rows` rows or more: a multiple of 64, so that shapes change seldom from step to step."""
+    return -(-rows // 64) * 64
 
 
 @dataclass(frozen=True)
 class Geometry:
     """Sizes shared by every layer that HiSparse holds.
 
-    layers: full-attention layers; heads: KV heads; dtype: the model's.
+    layers: full-attention layers; heads: KV heads; dtype: the model's; batched: decode steps run for the whole batch at
+    once, with tables and hot buffers on the device.
     """
 
     layers: int
@@ -25,6 +33,13 @@ class Geometry:
     head_dim: int
     dtype: torch.dtype
     config: HiSparseConfig
+    batched: bool = False
+
+    @property
+    def hot(self) -> bool:
+        """True where rows on the host are read through a hot buffer."""
+        selection = self.config.selection
+        return self.batched and self.config.evict == "host" and selection.rows == "host" and selection.hot_factor > 0
 
     @property
     def dense_token_bytes(self) -> int:
@@ -70,7 +85,33 @@ class Geometry:
         size = self.layers * self.heads * sketch_bytes(self.head_dim, selection.sketch_bits) + 4 / row.tokens
         if selection.rows == "device":
             size += self.layers * row.page_bytes / row.tokens
+        if self.hot:
+            size += self.layers * 4 / row.tokens
         return size
+
+    @property
+    def hot_row_bytes(self) -> int:
+        """Device bytes of one slot of the hot buffers, all layers: the row, its owner and its stamp."""
+        return self.layers * (self.row_format.page_bytes + 8)
+
+    def hot_rows(self, context: int, graduated: int, overhead: int) -> int:
+        """Slots for one sequence in a layer's hot buffer; 0 where what one step recalls does not fit.
+
+        `selection.hot_factor` times what a step recalls, but no more than there are rows, nor more than HOT_SHARE of
+        what the byte target leaves. Arguments as in `keep_limit`.
+        """
+        if not self.hot:
+            return 0
+        selection = self.config.selection
+        every = graduated // selection.row_size
+        wanted = min(-(-selection.budget(context) // selection.row_size), every)
+        target = max(min(int(selection.hot_factor * wanted), every), rounded(wanted))
+        if self.config.budget.capacity is None or not target:
+            return target
+        spare = context * self.dense_token_bytes / self.config.budget.capacity
+        spare -= overhead + graduated * self.aside_token_bytes
+        fits = int(HOT_SHARE * spare / self.hot_row_bytes)
+        return min(target, fits) if fits >= rounded(wanted) else 0
 
     def keep_limit(self, context: int, graduated: int, overhead: int) -> int:
         """How many of `graduated` tokens may be kept at a context of `context` tokens.

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hisparse.cache.decode import BatchedDecode
 from hisparse.cache.geometry import Geometry
-from hisparse.cache.pools import PageIds, Pool
+from hisparse.cache.pools import HostPool, PageIds, Pool
 from hisparse.cache.sequence import Commit, View
+from hisparse.cache.tables import Step, Tables
 from hisparse.ops.attend import Packed, attend, attend_recalled
+from hisparse.ops.fetch import forget_rows
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.select import select_rows
 from hisparse.ops.sketch import build_sketch, score_sketch
@@ -41,7 +44,8 @@ class Recalled:
 class LayerStore:
     """K and V of one layer for every sequence of a batch.
 
-    `stats` may start as None: they are then estimated from the first tokens that are packed.
+    `stats` may start as None: they are then estimated from the first tokens that are packed. With `tables`, decode
+    steps run for the whole batch at once (`attend_step`), and rows on the host lie in pinned memory.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class LayerStore:
         stats: ChannelStats | None,
         order: Tensor,
         device: torch.device,
+        tables: Tables | None = None,
     ) -> None:
         self.geometry = geometry
         self.page_ids, self.row_ids = page_ids, row_ids
@@ -62,17 +67,19 @@ class LayerStore:
         self.page_format, self.row_format = geometry.kept_format, geometry.row_format
         self.dense_k = torch.empty((0, geometry.heads, geometry.slots, geometry.head_dim), device=device)
         self.dense_v = self.dense_k
-        on_device = geometry.config.selection.rows == "device"
         self.kept = Pool(self.page_format.page_bytes, device)
-        self.rows = Pool(
-            self.row_format.page_bytes,
-            device if on_device else torch.device("cpu"),
-            pin=not on_device and device.type == "cuda",
-        )
+        self.rows: Pool | HostPool
+        if geometry.config.selection.rows == "host" and (tables is not None or device.type == "cuda"):
+            self.rows = HostPool(self.row_format.page_bytes, device)
+        else:
+            self.rows = Pool(self.row_format.page_bytes, device)
         tokens = self.row_format.tokens * geometry.heads
         self.sketch_codes = Pool(tokens * geometry.head_dim * geometry.config.selection.sketch_bits // 8, device)
         self.sketch_scales = Pool(tokens, device)
         self.recalled = Recalled()
+        self.decode = None if tables is None else BatchedDecode(tables)
+        self.chosen: dict[int, Tensor] = {}  # by batch row: int32 row ids of the last choice, with a scan interval
+        self._written = 0  # no row id from here on was written yet
 
     # -- attention -------------------------------------------------------------------------------------------------
 
@@ -86,18 +93,18 @@ class LayerStore:
             dense_k, dense_v = self.dense_k[row, :, : view.slots], self.dense_v[row, :, : view.slots]
         else:
             dense_k, dense_v = k[:, :0], v[:, :0]
-        kept = [Packed(self.kept.read(view.pages, self.device), self.page_format)] if len(view.pages) else []
-        rows, row_size = len(view.rows), self.row_format.tokens
+        kept = [Packed(self.kept.data, self.page_format, view.pages)] if view.n_pages else []
+        rows, row_size = view.n_rows, self.row_format.tokens
         if not rows:
             return attend(q, k, v, dense_k, dense_v, kept, self.stats, scaling)
         chunk = q.shape[1]
         wanted = -(-self.geometry.config.selection.budget(view.length + chunk) // row_size)
         if self._reads_everything(chunk, wanted, rows):
-            packed = [*kept, Packed(self.rows.read(view.rows, self.device), self.row_format)]
+            packed = [*kept, *self._all_rows(view)]
             self.recalled.count(chunk, rows, row_size, self.row_format.page_bytes)
             return attend(q, k, v, dense_k, dense_v, packed, self.stats, scaling)
         if chunk == 1:
-            chosen = view.rows[self._select(q, view.rows, wanted, scaling)]
+            chosen = self._choose(q, row, view, wanted, scaling)
             packed = [*kept, Packed(self.rows.read(chosen, self.device), self.row_format)]
             self.recalled.count(1, len(chosen), row_size, self.row_format.page_bytes)
             return attend(q, k, v, dense_k, dense_v, packed, self.stats, scaling)
@@ -145,6 +152,37 @@ class LayerStore:
             )
         return torch.cat(pieces, dim=1)
 
+    def _all_rows(self, view: View) -> list[Packed]:
+        """Every row of a sequence, where it lies."""
+        if isinstance(self.rows, HostPool):
+            return [Packed(data, self.row_format, ids) for data, ids in self.rows.parts(view.host_rows)]
+        return [Packed(self.rows.data, self.row_format, view.rows)]
+
+    def _choose(self, q: Tensor, row: int, view: View, wanted: int, scaling: float) -> Tensor:
+        """int64: the rows that one step recalls; those of the last scan where this step makes none."""
+        last = self.chosen.get(row)
+        if last is not None and not view.scan:
+            return last.long()
+        chosen = view.rows[self._select(q, view.rows, wanted, scaling)]
+        if self.geometry.config.selection.scan_interval > 1:
+            self.chosen[row] = chosen.int()
+        return chosen
+
+    def attend_step(self, q: Tensor, k: Tensor, v: Tensor, step: Step, scaling: float) -> Tensor:
+        """One new token a sequence, for the whole batch, its commit included.
+
+        q [B, Hq, 1, D]; k, v [B, H, 1, D]. Returns [B, Hq, 1, D].
+        """
+        assert self.decode is not None
+        out = self.decode.attend(self, q, k, v, step, scaling)
+        self.decode.commit(self, step)
+        return out
+
+    def can_step(self, batch: int, step: Step) -> bool:
+        """False for a first chunk, and where channel statistics have yet to be estimated."""
+        packs = step.pages is not None or step.rows is not None
+        return self.decode is not None and self.dense_k.shape[0] == batch and not (packs and self.stats is None)
+
     def _reads_everything(self, chunk: int, wanted: int, rows: int) -> bool:
         """True where attending to every row is exact and no dearer than recalling for each query, or is asked for."""
         if wanted >= rows:
@@ -189,29 +227,39 @@ class LayerStore:
             self.stats = estimate_stats(
                 source_k.transpose(0, 1), source_v.transpose(0, 1), self.order, q.transpose(0, 1)
             )
+        here = commit.indices(self.device)
         if len(commit.page_ids):
             self.kept.ensure(self.page_ids.capacity)
-            index = torch.from_numpy(commit.page_index).to(self.device)
-            pages = self._pack(source_k, source_v, index, self.page_format)
-            self.kept.write(torch.from_numpy(commit.page_ids), pages)
+            self.kept.write(here.page_ids, self._pack(source_k, source_v, here.page_index, self.page_format))
         if len(commit.row_ids):
-            ids = torch.from_numpy(commit.row_ids)
-            index = torch.from_numpy(commit.row_index).to(self.device)
-            for pool in (self.rows, self.sketch_codes, self.sketch_scales):
-                pool.ensure(self.row_ids.capacity)
-            self.rows.write(ids, self._pack(source_k, source_v, index, self.row_format))
-            keys = source_k[:, index].permute(1, 2, 0, 3)  # [n, R, H, D]
-            codes, scales = build_sketch(keys, self.stats, self.geometry.config.selection.sketch_bits)
-            self.sketch_codes.write(ids, codes.flatten(1))
-            self.sketch_scales.write(ids, scales.flatten(1))
-        remain = torch.from_numpy(commit.remain).to(self.device)
-        self.dense_k[row, :, : len(remain)] = source_k[:, remain]
-        self.dense_v[row, :, : len(remain)] = source_v[:, remain]
+            pages = self._pack(source_k, source_v, here.row_index, self.row_format)
+            keys = source_k[:, here.row_index].permute(1, 2, 0, 3)  # [n, R, H, D]
+            sketches = build_sketch(keys, self.stats, self.geometry.config.selection.sketch_bits)
+            span = int(commit.row_ids.min()), int(commit.row_ids.max())
+            self.write_rows(here.row_ids, span, pages, *sketches)
+        self.dense_k[row, :, : len(commit.remain)] = source_k[:, here.remain]
+        self.dense_v[row, :, : len(commit.remain)] = source_v[:, here.remain]
+
+    def write_rows(self, ids: Tensor, span: tuple[int, int], pages: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Store rows `ids` int64 [n], the lowest and highest of which is `span`: pages uint8 [n, page_bytes], and
+        sketches as `build_sketch` gives them."""
+        for pool in (self.rows, self.sketch_codes, self.sketch_scales):
+            pool.ensure(self.row_ids.capacity)
+        self.rows.write(ids, pages)
+        self.sketch_codes.write(ids, codes.flatten(1))
+        self.sketch_scales.write(ids, scales.flatten(1))
+        if self.decode is not None and self.decode.hot is not None and span[0] < self._written:
+            forget_rows(self.decode.hot, ids.int())  # some are used again: the buffer may hold what they were
+        self._written = max(self._written, span[1] + 1)
 
     def _pack(self, source_k: Tensor, source_v: Tensor, index: Tensor, fmt: PageFormat) -> Tensor:
-        vtq = self.geometry.config.vtq
         k, v = source_k[:, index].permute(1, 2, 0, 3), source_v[:, index].permute(1, 2, 0, 3)
-        return pack_pages(k, v, self.stats, fmt, vtq.split, vtq.peak_separation_threshold)
+        return self.pack(k, v, fmt, None if self.decode is None else self.decode.tables.faults)
+
+    def pack(self, k: Tensor, v: Tensor, fmt: PageFormat, faults: Tensor | None) -> Tensor:
+        """Pages uint8 [n, page_bytes] of k, v [n, tokens, H, D]; `faults`: see `pack_pages`."""
+        vtq = self.geometry.config.vtq
+        return pack_pages(k, v, self.stats, fmt, vtq.split, vtq.peak_separation_threshold, faults)
 
     # -- accounting ------------------------------------------------------------------------------------------------
 
@@ -224,6 +272,10 @@ class LayerStore:
         }
         if self.geometry.config.selection.rows == "device":
             sizes["rows"] = self.rows.nbytes
+        if self.decode is not None:
+            sizes["hot"] = self.decode.nbytes
+        if self.chosen:
+            sizes["chosen"] = sum(ids.nbytes for ids in self.chosen.values())
         return sizes
 
     def host_bytes(self) -> int:

@@ -29,13 +29,17 @@ class Planner:
     blocks: int = 0
     keep_plans: bool = False
 
-    def extend(self, values: Tensor) -> Commit:
-        """Score the next tokens and decide about those that leave the tail.
+    def score(self, values: Tensor) -> Tensor:
+        """Importance float32 [T] of the next tokens, on their device.
 
         values: [T, F], the chunk's value rows of layer 0 (a linear image of its token embeddings).
         """
         importance, self.state = self.scorer.score(values, self.state)
-        return self.sequence.extend(importance.detach().cpu().numpy().astype(np.float32), self._decide)
+        return importance.detach().float()
+
+    def extend(self, importance: npt.NDArray[np.float32]) -> Commit:
+        """Take in tokens of this importance, and decide about those that leave the tail."""
+        return self.sequence.extend(importance, self._decide)
 
     def _decide(self, importance: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
         config, sequence, geometry = self.geometry.config, self.sequence, self.geometry
@@ -58,7 +62,18 @@ class Planner:
         return plan.keep.numpy()
 
     def overhead_bytes(self, graduated: int) -> int:
-        """Device bytes that are neither kept tokens nor sketches, spare pool rows included."""
+        """Device bytes that are neither kept tokens nor sketches: spare pool rows and the hot buffer included."""
+        fixed = self._fixed_bytes(graduated)
+        geometry = self.geometry
+        return fixed + geometry.hot_rows(self.sequence.length, graduated, fixed) * geometry.hot_row_bytes
+
+    @property
+    def hot_rows(self) -> int:
+        """Slots that the hot buffers should have for this sequence."""
+        graduated = self.sequence.graduated
+        return self.geometry.hot_rows(self.sequence.length, graduated, self._fixed_bytes(graduated))
+
+    def _fixed_bytes(self, graduated: int) -> int:
         geometry, sequence = self.geometry, self.sequence
         spare_rows = sequence.row_ids.slack(graduated // sequence.row_size) * sequence.row_size
         spare_pages = sequence.page_ids.slack(sequence.kept_total // sequence.page_size) * sequence.page_size

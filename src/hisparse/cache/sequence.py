@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,44 @@ UNDECIDED, KEEP, ASIDE = 0, 1, 2
 class View:
     """What a sequence held before a chunk.
 
-    Every layer attends to this, though the first layer has moved the sequence on.
+    Every layer attends to this, though the first layer has moved the sequence on. Ids are kept as lists that only grow,
+    and become tensors where a layer asks for them. scan: rows are chosen anew.
     """
 
     length: int
     slots: int
-    pages: Tensor  # int64, device
-    rows: Tensor  # int64, device
+    n_pages: int
+    n_rows: int
+    page_list: list[int]
+    row_list: list[int]
+    device: torch.device
+    scan: bool = True
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """int64 [n_pages], on the device."""
+        return torch.tensor(self.page_list[: self.n_pages], dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 [n_rows], on the device."""
+        return self.host_rows.to(self.device)
+
+    @cached_property
+    def host_rows(self) -> Tensor:
+        """int64 [n_rows], on the host."""
+        return torch.tensor(self.row_list[: self.n_rows], dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Indices:
+    """A commit's numbers as int64 tensors on a device, of the same shapes."""
+
+    page_ids: Tensor
+    page_index: Tensor
+    row_ids: Tensor
+    row_index: Tensor
+    remain: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,11 +76,29 @@ class Commit:
     row_ids: Ints  # [r]
     row_index: Ints  # [r, row_size]
     remain: Ints  # [new number of dense slots]
+    _copies: Indices | None = field(default=None, repr=False, compare=False)
 
     @property
     def appends_only(self) -> bool:
         """True where the chunk just goes into the next free slots."""
         return not len(self.page_ids) and not len(self.row_ids) and len(self.remain) == self.remain[-1] + 1
+
+    @cached_property
+    def host(self) -> Indices:
+        parts = (self.page_ids, self.page_index, self.row_ids, self.row_index, self.remain)
+        return Indices(*(torch.from_numpy(part) for part in parts))
+
+    def indices(self, device: torch.device) -> Indices:
+        """Copied to `device` once, for all layers."""
+        if device.type == "cpu":
+            return self.host
+        if self._copies is None or self._copies.remain.device != device:
+            host = self.host
+            parts = (host.page_ids, host.page_index, host.row_ids, host.row_index, host.remain)
+            copies = Indices(*(part.pin_memory().to(device, non_blocking=True) for part in parts))
+            object.__setattr__(self, "_copies", copies)
+            return copies
+        return self._copies
 
 
 @dataclass
@@ -122,14 +172,9 @@ class Sequence:
         self.dense, self.importance, self.decision = positions[remain], scores[remain], decision[remain]
         return commit
 
-    def view(self, device: torch.device) -> View:
+    def view(self, device: torch.device, scan: bool = True) -> View:
         """The present state, for layers to attend to."""
-        return View(
-            self.length,
-            len(self.dense),
-            torch.tensor(self.pages, dtype=torch.int64, device=device),
-            torch.tensor(self.rows, dtype=torch.int64, device=device),
-        )
+        return View(self.length, len(self.dense), len(self.pages), len(self.rows), self.pages, self.rows, device, scan)
 
     @staticmethod
     def _full(decision: npt.NDArray[np.int8], what: int, size: int) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,131 +13,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
+from hisparse.cache.decode import batched
 from hisparse.cache.geometry import Geometry
 from hisparse.cache.layer import LayerStore
 from hisparse.cache.planner import Planner
-from hisparse.cache.pools import PageIds
+from hisparse.cache.pools import Pool
 from hisparse.cache.report import CacheReport
-from hisparse.cache.sequence import Commit, Sequence, View
+from hisparse.cache.tables import Tables
 from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError, InputError, UnsupportedError
+from hisparse.errors import ConfigError, UnsupportedError
 from hisparse.identity import ModelIdentity
 from hisparse.integrations.transformers.attention import HANDLE, NAME
-from hisparse.tlif import Scorer, scorer_for
+from hisparse.integrations.transformers.shared import Shared, only
+from hisparse.tlif import scorer_for
 from hisparse.vtq.calibration import calibration_for
 from hisparse.vtq.stats import ChannelStats, channel_order
 
 STOPPED = "an earlier forward pass stopped half-way, so the layers of this cache hold different tokens; reset() it"
-
-
-class _ConfigOf:
-    """Weak reference to a model's configuration: a deep copy of the cache keeps it, a pickle leaves it behind."""
-
-    def __init__(self, config: Any) -> None:
-        self._reference = None if config is None else weakref.ref(config)
-
-    def __call__(self) -> Any:
-        return None if self._reference is None else self._reference()
-
-    def __deepcopy__(self, memo: Any) -> _ConfigOf:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ConfigOf, (None,)
-
-
-class _Shared:
-    """What the layers of one cache have in common: planners, page ids, the chunk in progress."""
-
-    def __init__(self, geometry: Geometry, scorer: Scorer, keep_plans: bool, model_config: Any) -> None:
-        self.geometry, self.scorer, self.keep_plans = geometry, scorer, keep_plans
-        self.model_config = _ConfigOf(model_config)
-        self.clear()
-
-    def clear(self) -> None:
-        self.page_ids, self.row_ids = PageIds(), PageIds()
-        self.planners: list[Planner] = []
-        self.values: Tensor | None = None  # layer 0's value rows of the chunk in progress [B, H, T, D]
-        self.columns: list[Tensor | None] = []  # per sequence: which columns of the chunk are tokens; None = all
-        self.views: list[View] = []
-        self.commits: list[Commit | None] = []
-        self.seen = 0  # columns seen so far, padding included
-        self.begun = 0  # chunks
-
-    def check(self, key: Tensor) -> None:
-        """Raise where new keys [B, H, T, D] cannot join this cache, before any layer takes them in."""
-        config, geometry = self.model_config(), self.geometry
-        if config is not None and config._attn_implementation != NAME:
-            raise UnsupportedError(
-                f'the model now uses attention "{config._attn_implementation}", which cannot read this cache; call '
-                f'model.set_attn_implementation("{NAME}")'
-            )
-        if self.planners and key.shape[0] != len(self.planners):
-            raise InputError(
-                f"a batch of {key.shape[0]} sequences, but this cache holds {len(self.planners)}; "
-                "use a new cache or call reset()"
-            )
-        if (key.shape[1], key.shape[3]) != (geometry.heads, geometry.head_dim):
-            raise UnsupportedError(
-                f"a layer caches {key.shape[1]} heads of {key.shape[3]} channels where the configuration has "
-                f"{geometry.heads} of {geometry.head_dim}; HiSparse holds plain keys and values, use the stock cache"
-            )
-
-    def begin(self, batch: int, chunk: int, mask: Tensor | None, device: torch.device) -> None:
-        """Start a chunk: find its real tokens, and decide what every layer will do with it.
-
-        Called by the first HiSparse layer of a forward pass. Nothing is changed where it raises.
-        """
-        if self.values is None:
-            raise UnsupportedError(
-                "layer 0 did not pass its values to the cache in this forward pass; HiSparse needs a decoder whose "
-                "first layer caches keys and values"
-            )
-        columns: list[Tensor | None] = [None] * batch
-        if mask is not None:
-            if mask.shape[1] != self.seen + chunk:
-                raise InputError(
-                    f"attention_mask has {mask.shape[1]} columns, but {self.seen} tokens are cached and {chunk} are "
-                    f"new; pass all {self.seen + chunk}"
-                )
-            for row, real in enumerate(mask[:, -chunk:].bool()):
-                if not bool(real.all()):
-                    columns[row] = real.nonzero().flatten()
-        past = [self.seen] * batch if mask is None else mask[:, : self.seen].bool().sum(1).tolist()
-        for row, (planner, visible) in enumerate(zip(self.planners, past, strict=False)):
-            if visible != planner.sequence.length:
-                raise InputError(
-                    f"attention_mask shows {visible} cached tokens of sequence {row}, but the cache holds "
-                    f"{planner.sequence.length}; pass the mask the cache was filled with, and new columns after it"
-                )
-        if not self.planners:
-            self.planners = [self._planner() for _ in range(batch)]
-        self.begun += 1
-        self.columns, self.commits = columns, []
-        self.views = [planner.sequence.view(device) for planner in self.planners]
-        for planner, values, real_columns in zip(self.planners, self.values, columns, strict=True):
-            real_values = only(values, real_columns)
-            flat = real_values.transpose(0, 1).flatten(1)
-            self.commits.append(planner.extend(flat) if len(flat) else None)
-        self.values = None
-        self.seen += chunk
-
-    def _planner(self) -> Planner:
-        config = self.geometry.config
-        sequence = Sequence(
-            self.page_ids,
-            self.row_ids,
-            config.vtq.page_size,
-            config.selection.row_size,
-            config.tlif.prefix_length,
-            config.evict,
-        )
-        return Planner(self.geometry, self.scorer, sequence, keep_plans=self.keep_plans)
-
-
-def only(x: Tensor, columns: Tensor | None) -> Tensor:
-    """The given columns of [heads, T, D]; all of them for None."""
-    return x if columns is None else x[:, columns]
 
 
 class HiSparseLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -147,7 +39,7 @@ class HiSparseLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, shared: _Shared, index: int, first: bool, stats: ChannelStats | None, order: Tensor) -> None:
+    def __init__(self, shared: Shared, index: int, first: bool, stats: ChannelStats | None, order: Tensor) -> None:
         super().__init__()
         self.shared, self.index, self.first = shared, index, first
         self.stats, self.order = stats, order
@@ -157,9 +49,11 @@ class HiSparseLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        shared = self.shared
+        shared, device = self.shared, key_states.device
+        if shared.geometry.batched and shared.tables is None:
+            shared.tables = Tables(key_states.shape[0], device)
         self.store = LayerStore(
-            shared.geometry, shared.page_ids, shared.row_ids, self.stats, self.order, key_states.device
+            shared.geometry, shared.page_ids, shared.row_ids, self.stats, self.order, device, shared.tables
         )
         self.is_initialized = True
 
@@ -190,11 +84,14 @@ class HiSparseLayer(CacheLayerMixin):  # type: ignore[misc]
             raise UnsupportedError(STOPPED)
         if self.first:
             shared.begin(batch, query.shape[2], mask, query.device)
-        out = self._attend(store, query, key, value, scaling)
-        for row, commit in enumerate(shared.commits):
-            if commit is not None:
-                q, k, v = (only(x[row], shared.columns[row]) for x in (query, key, value))
-                store.commit(q, k, v, row, batch, shared.views[row].slots, commit)
+        if shared.step is not None and store.can_step(batch, shared.step):
+            out = store.attend_step(query, key, value, shared.step, scaling)
+        else:
+            out = self._attend(store, query, key, value, scaling)
+            for row, commit in enumerate(shared.commits):
+                if commit is not None:
+                    q, k, v = (only(x[row], shared.columns[row]) for x in (query, key, value))
+                    store.commit(q, k, v, row, batch, shared.views[row].slots, commit)
         self.stored = shared.begun
         return out.transpose(1, 2).contiguous()
 
@@ -248,7 +145,7 @@ class _SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     early: the layer comes before the first HiSparse layer, which counts the columns of a chunk.
     """
 
-    def __init__(self, shared: _Shared, sliding_window: int, index: int, early: bool) -> None:
+    def __init__(self, shared: Shared, sliding_window: int, index: int, early: bool) -> None:
         super().__init__(sliding_window=sliding_window)
         self._shared, self._index, self._early = shared, index, early
 
@@ -316,7 +213,8 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         kinds = _layer_kinds(text)
         identity = ModelIdentity.of(model)
         held = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
-        self.geometry = Geometry(len(held), identity.kv_heads, identity.head_dim, model.dtype, self.config)
+        geometry = Geometry(len(held), identity.kv_heads, identity.head_dim, model.dtype, self.config)
+        self.geometry = replace(geometry, batched=batched(model.device, geometry))
         _ = (
             self.geometry.kept_format,
             self.geometry.row_format,
@@ -325,7 +223,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         scorer = scorer_for(identity, self.config.tlif, tlif)
         if isinstance(scorer, torch.nn.Module):
             scorer.to(model.device)
-        self.shared = _Shared(self.geometry, scorer, keep_plans, text)
+        self.shared = Shared(self.geometry, scorer, keep_plans, text)
         order = channel_order(text)
         stats = (
             calibration_for(identity, calibration) if self.config.vtq.enable_per_block_quant or self._sketches else None
@@ -395,7 +293,8 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         for store in stores:
             for name, size in store.device_bytes().items():
                 device[name] = device.get(name, 0) + size
-        device["tables"] = sum(planner.sequence.table_bytes for planner in planners)
+        tables = self.shared.tables
+        device["tables"] = tables.nbytes if tables else sum(planner.sequence.table_bytes for planner in planners)
         device["scorer_state"] = sum(planner.state_bytes for planner in planners)
         sequences = [planner.sequence for planner in planners]
         total = sum(sequence.length for sequence in sequences)
@@ -422,8 +321,16 @@ class HiSparseCache(Cache):  # type: ignore[misc]
                 "rows": sum(r.rows for r in recalled),
                 "tokens": sum(r.tokens for r in recalled),
                 "bytes": sum(r.bytes for r in recalled),
+                **self._hot_counts(),
             },
         )
+
+    def _hot_counts(self) -> dict[str, int]:
+        """Recalled rows that hot buffers held, and that had to be read from the host. Waits for the device."""
+        if not self.geometry.hot:
+            return {}
+        counts = [store.decode.hot_counts() for store in self.stores if store.decode is not None]
+        return {"hot_hits": sum(found for found, _ in counts), "hot_misses": sum(read for _, read in counts)}
 
     def check_integrity(self) -> str:
         """Recount everything; returns the arithmetic in words. Raises AssertionError where it does not add up."""
@@ -439,15 +346,19 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         report = self.report()
         parts = " + ".join(f"{size} {name}" for name, size in report.device.items())
         lines.append(f"device: {parts} = {report.gpu_bytes} bytes")
+        if self.shared.tables is not None:
+            sequences = [planner.sequence for planner in self.planners]
+            lines.append(self.shared.tables.check([s.pages for s in sequences], [s.rows for s in sequences]))
         for index, store in enumerate(self.stores):
             for name, pool, ids in (
                 ("kept", store.kept, self.shared.page_ids),
                 ("rows", store.rows, self.shared.row_ids),
             ):
-                if pool.data.shape[0] != ids.capacity:
-                    raise AssertionError(
-                        f"layer {index}: {name} pool has {pool.data.shape[0]} pages, ids {ids.capacity}"
-                    )
+                exact = isinstance(pool, Pool)  # pools on the host grow by segments
+                if len(pool) < ids.capacity or (exact and len(pool) != ids.capacity):
+                    raise AssertionError(f"layer {index}: {name} pool has {len(pool)} pages, ids {ids.capacity}")
+            if store.decode is not None and store.decode.hot is not None:
+                lines.append(f"layer {index}: {store.decode.hot.check()}")
         return "\n".join(lines)
 
 

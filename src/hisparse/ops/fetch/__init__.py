@@ -13,6 +13,8 @@ in between: nothing is sorted. Ties go to the lower slot, so that the same calls
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,16 +25,19 @@ from hisparse.ops.fetch.types import AGES, HostRows, HotBuffer
 __all__ = ["AGES", "HostRows", "HotBuffer", "fetch_rows", "forget_rows", "gather_rows", "store_rows"]
 
 
-def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -> Tensor:
+def fetch_rows(
+    hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, most: Sequence[int] | None = None
+) -> Tensor:
     """Bring rows into the buffer; returns their slots.
 
     rows: int32 [B, budget], of which each sequence wants the first number int32 [B], each row once and by one sequence
     only. Rows that are in the buffer are used where they are; the others replace rows that are not among `rows` and
-    were used longest ago. `hot` is changed: buffer, books and counters.
+    were used longest ago. `hot` is changed: buffer, books and counters. most: upper bounds of the numbers that the host
+    knows; `budget` for each sequence where it knows none.
 
     Returns int32 [B, budget], the slot of each row in ``hot.buffer`` (0 beyond the number), valid until the next call
     with the same `hot`. Raises FormatError for shapes and dtypes that do not fit, and where a sequence has fewer slots
-    than `budget`: they must hold everything that one step uses.
+    than it may want rows: they must hold everything that one step uses.
     """
     batch = len(hot.sizes)
     _check_rows("fetch_rows", rows, number, batch)
@@ -42,11 +47,12 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -
             f"fetch_rows: the buffer has rows of {hot.buffer.shape[1]} bytes, the host of {source.row_bytes}; "
             "use those of one layer"
         )
-    if min(hot.sizes, default=0) < rows.shape[1] and batch:
-        raise FormatError(
-            f"fetch_rows: a sequence has {min(hot.sizes)} slots in the hot buffer, but one step may use "
-            f"{rows.shape[1]} rows; give it as many slots or more"
-        )
+    for size, bound in zip(hot.sizes, (rows.shape[1],) * batch if most is None else most, strict=True):
+        if size < min(bound, rows.shape[1]):
+            raise FormatError(
+                f"fetch_rows: a sequence has {size} slots in the hot buffer, but one step may use {bound} rows; give "
+                "it as many slots or more"
+            )
     table: Tensor = select_backend("fetch", rows.device).fetch_rows(hot, source, rows, number)
     return table
 

@@ -13,7 +13,7 @@ def _read(source: HostRows, rows: Tensor) -> Tensor:
     ids = rows.long().cpu()
     found = torch.empty(len(ids), source.row_bytes, dtype=torch.uint8)
     segment = ids // source.per_segment
-    for number in segment.unique().tolist():
+    for number in sorted(set(segment.tolist())):
         here = segment == number
         found[here] = source.segments[number][ids[here] % source.per_segment]
     return found.to(rows.device)
@@ -64,7 +64,7 @@ def store_rows(source: HostRows, rows: Tensor, pages: Tensor) -> None:
     """See :func:`hisparse.ops.fetch.store_rows`."""
     ids, pages = rows.long().cpu(), pages.cpu()
     segment = ids // source.per_segment
-    for number in segment.unique().tolist():
+    for number in sorted(set(segment.tolist())):
         here = segment == number
         source.segments[number][ids[here] % source.per_segment] = pages[here]
 

@@ -1,0 +1,180 @@
+"""The attention backend that vLLM calls: its specs, its metadata and its layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import FormatError
+from hisparse.integrations.vllm.compat import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayerBase,
+    AttentionMetadataBuilder,
+    FullAttentionSpec,
+    KVCacheLayout,
+    VllmConfig,
+    check_version,
+    get_current_vllm_config,
+)
+from hisparse.integrations.vllm.options import refuse_layer
+from hisparse.integrations.vllm.runtime import Metadata, Runtime
+from hisparse.integrations.vllm.spec import RingSpec, packed_spec
+
+_RUNTIMES: dict[str, tuple[Any, Runtime]] = {}
+"""The one engine whose model was built last in this process, by a fixed key: vLLM asks classes, not objects, for specs."""
+_KEY = "engine"
+
+
+def current_runtime(vllm_config: Any | None = None) -> Runtime:
+    """The runtime of the engine in this process, or of `vllm_config` where it is given.
+
+    Raises FormatError where no layer was built yet.
+    """
+    known = _RUNTIMES.get(_KEY)
+    if known is None or (vllm_config is not None and known[0] is not vllm_config.compilation_config):
+        raise FormatError("no HiSparse layer was built in this process; start vLLM with --attention-backend CUSTOM")
+    return known[1]
+
+
+class _Builder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Hands vLLM's metadata of one group to the runtime; both groups' builders return the same object."""
+
+    kind: ClassVar[str] = "pages"
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.runtime = current_runtime(vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        return self.runtime.offer(self.kind, common_attn_metadata)
+
+
+class _RingBuilder(_Builder):
+    kind: ClassVar[str] = "ring"
+
+
+class HiSparseBackend(AttentionBackend):  # type: ignore[misc]
+    """Attention over packed blocks, the dense ring, and recalled rows."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "float32"]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[HiSparseAttention]:
+        return HiSparseAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[_Builder]:
+        return _Builder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        known = _RUNTIMES.get(_KEY)
+        if known is None or not isinstance(spec, FullAttentionSpec):
+            return spec
+        return packed_spec(spec, known[1].layout)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+
+class _RingBackend(HiSparseBackend):
+    """The same memory seen as rings; computes nothing."""
+
+    @staticmethod
+    def get_builder_cls() -> type[_Builder]:
+        return _RingBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return spec
+
+
+class RingLayer(AttentionLayerBase):  # type: ignore[misc]
+    """Makes vLLM give every request a ring in the memory of one layer. It has no weights and is never called."""
+
+    def __init__(self, runtime: Runtime, num_heads: int) -> None:
+        self.runtime, self.num_heads = runtime, num_heads
+        self.kv_cache = torch.tensor([])
+
+    def get_attn_backend(self) -> type[Any]:
+        return _RingBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        return RingSpec.of(self.runtime.layout)
+
+
+class HiSparseAttention(AttentionImpl):  # type: ignore[misc]
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **extra: Any,
+    ) -> None:
+        check_version()
+        attn_type = str(getattr(attn_type, "value", attn_type))
+        refuse_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name, extra)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        vllm_config = get_current_vllm_config()
+        compilation = vllm_config.compilation_config
+        known = _RUNTIMES.get(_KEY)
+        if known is None or known[0] is not compilation:
+            runtime = Runtime(vllm_config, self.num_kv_heads, head_size, vllm_config.model_config.dtype)
+            _RUNTIMES[_KEY] = (compilation, runtime)
+        self.runtime = _RUNTIMES[_KEY][1]
+        self.runtime.check_dimensions(self.num_kv_heads, head_size)
+        self.index = self.runtime.add_layer()
+        compilation.static_forward_context[f"hisparse.{self.index}.ring"] = RingLayer(self.runtime, num_heads)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [T, Hq, D]; key, value [T, H, D]; output [T, Hq, D] is written and returned."""
+        if attn_metadata is None or attn_metadata.step is None or not kv_cache.numel():
+            return output.zero_()  # vLLM measures memory
+        metadata, step = attn_metadata, attn_metadata.step
+        memory = self.runtime.memory(self.index, kv_cache, self.scale)
+        for chunk in metadata.chunks:
+            here = slice(chunk.start, chunk.end)
+            q, k, v = query[here], key[here], value[here]
+            output[here] = memory.prefill(q, k, v, step, chunk.row, chunk.past, chunk.packed)
+            self.runtime.commit(self.index, memory, metadata, chunk, (q, k, v))
+        if metadata.single is not None and metadata.singles is not None:
+            here_now = metadata.singles
+            output[here_now] = memory.decode(query[here_now], key[here_now], value[here_now], metadata.single)
+        return output

@@ -1,0 +1,285 @@
+"""The fixed sizes of a vLLM block that stands for many tokens, and the search for the sizes that meet a byte target.
+
+A block of `tokens` consecutive tokens of one layer takes `block_bytes`::
+
+    kept page 0 | kept page 1 | ...                    ... | row 1 | row 0
+    from the front, page_stride apart                 from the back, row_stride apart
+
+A kept page holds `page.tokens` tokens, a row's record the sketch of `row.tokens` tokens (its packed values lie in the
+host pool, or behind the sketch where rows stay on the device). Both strides divide `block_bytes`, so that all blocks
+together are one array of pages, and one of rows. The first block of a sequence begins with `head` tokens in the model's
+dtype, the sinks, in place of its first pages.
+
+The same bytes, used as part of a ring, hold `ring_tokens` tokens in the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hisparse.cache.geometry import SINKS
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.ops.sketch import sketch_bytes
+from hisparse.vtq.format import PageFormat
+
+ALIGN = 16
+DEFAULT_TOKENS = 256
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _stride(block_bytes: int, record: int) -> int:
+    """The smallest divisor of `block_bytes` that is a multiple of ALIGN and holds `record` bytes; 0 for none."""
+    for number in range(block_bytes // record, 0, -1):
+        if block_bytes % number == 0 and block_bytes // number % ALIGN == 0:
+            return block_bytes // number
+    return 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a block holds: `pages` kept pages and `rows` rows."""
+
+    pages: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Sizes of a block; see the module. `tail`: newest tokens that stay dense whatever their block."""
+
+    tokens: int
+    tail: int
+    page: PageFormat
+    row: PageFormat
+    dtype: torch.dtype
+    sketch_bits: int
+    rows_on_device: bool
+    block_bytes: int
+    page_stride: int
+    row_stride: int
+    first: Counts
+    other: Counts
+
+    @property
+    def heads(self) -> int:
+        return self.page.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.page.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's K and V in the model's dtype."""
+        return 2 * self.heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def has_rows(self) -> bool:
+        """False where nothing is set aside, or what is set aside is dropped."""
+        return self.row_stride > 0
+
+    @property
+    def head(self) -> int:
+        """Tokens in the model's dtype at the start of a sequence's first block."""
+        return head_tokens(self.page.tokens, self.row.tokens)
+
+    @property
+    def head_pages(self) -> int:
+        """Pages whose place the head takes."""
+        return -(-self.head * self.token_bytes // self.page_stride)
+
+    @property
+    def ring_tokens(self) -> int:
+        """Dense tokens that fit a block of the ring."""
+        return self.block_bytes // self.token_bytes
+
+    @property
+    def ring_blocks(self) -> int:
+        """Blocks of a request's ring: room for the block being filled and the tail before it."""
+        return -(-(self.tokens + self.tail) // self.ring_tokens)
+
+    @property
+    def ring_slots(self) -> int:
+        return self.ring_blocks * self.ring_tokens
+
+    @property
+    def pages_per_block(self) -> int:
+        """Page records in a block's bytes, used or not: page j of block b is record ``b * pages_per_block + j``."""
+        return self.block_bytes // self.page_stride
+
+    @property
+    def rows_per_block(self) -> int:
+        """Row records in a block's bytes: row j of block b is record ``(b + 1) * rows_per_block - 1 - j``."""
+        return self.block_bytes // self.row_stride if self.has_rows else 0
+
+    @property
+    def host_rows(self) -> int:
+        """Rows of a block in the host pool."""
+        return max(self.first.rows, self.other.rows) if self.has_rows and not self.rows_on_device else 0
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of a block in the host pool, one layer."""
+        return self.host_rows * self.row.page_bytes
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a row's sketch codes; its scales follow."""
+        return self.row.tokens * self.heads * (sketch_bytes(self.head_dim, self.sketch_bits) - 1)
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.row.tokens * self.heads
+
+    @cached_property
+    def row_page_offset(self) -> int:
+        """Where a row's packed values begin in its record, where rows lie on the device."""
+        return _up(self.code_bytes + self.scale_bytes, ALIGN)
+
+    def capacity(self, context: int) -> float:
+        """Bytes of `context` tokens in a dense bfloat16 cache over the bytes of the blocks they take here."""
+        blocks = -(-context // self.tokens) + min(self.ring_blocks, -(-context // self.ring_tokens))
+        return context * 4 * self.heads * self.head_dim / (blocks * self.block_bytes)
+
+
+def head_tokens(page_tokens: int, row_tokens: int) -> int:
+    """Sinks, and as many more tokens as let the rest of a block fall into whole pages and rows."""
+    return _up(SINKS, math.lcm(page_tokens, row_tokens))
+
+
+def choose_layout(
+    config: HiSparseConfig, heads: int, head_dim: int, dtype: torch.dtype, context: int, tokens: int = DEFAULT_TOKENS
+) -> BlockLayout:
+    """The layout that keeps most tokens within the configuration's byte target at `context` tokens a request.
+
+    heads: KV heads on this rank. Where no layout meets `budget.capacity` (a short context, whose dense tail weighs too
+    much), the smallest block is taken; compare :meth:`BlockLayout.capacity`. Raises ConfigError for block sizes that
+    cannot be cut into pages and rows, FormatError for head sizes that pages or sketches cannot hold.
+    """
+    vtq, selection = config.vtq, config.selection
+    quantised = vtq.enable_per_block_quant
+
+    def fmt(size: int) -> PageFormat:
+        return PageFormat.vtq(vtq, heads, head_dim, size) if quantised else PageFormat.raw(dtype, heads, head_dim, size)
+
+    page = fmt(vtq.page_size)
+    row = fmt(selection.row_size if config.evict == "host" else vtq.page_size)
+    head = head_tokens(page.tokens, row.tokens)
+    if tokens % math.lcm(page.tokens, row.tokens) or tokens < 2 * head:
+        raise ConfigError(
+            f"hisparse_block_tokens = {tokens}: a block has to be at least {2 * head} tokens and a multiple of "
+            f"vtq.page_size = {page.tokens} and selection.row_size = {row.tokens}; use {DEFAULT_TOKENS}"
+        )
+    search = _Search(config, page, row, dtype, tokens, head)
+    target = config.budget.capacity
+    dense = tokens * 4 * heads * head_dim
+    if config.evict == "none" or target is None:
+        return search.smallest(search.most)
+    best: BlockLayout | None = None
+    for size in range(_up(int(dense / target), ALIGN), int(dense / target / 4), -ALIGN):
+        layout = search.largest(size)
+        if layout is None:
+            continue
+        better = best is None or layout.other.pages > best.other.pages
+        if better and layout.capacity(context) >= target:
+            best = layout
+    return best or search.smallest(search.least)
+
+
+@dataclass(frozen=True)
+class _Search:
+    config: HiSparseConfig
+    page: PageFormat
+    row: PageFormat
+    dtype: torch.dtype
+    tokens: int
+    head: int
+
+    @property
+    def step(self) -> int:
+        """Pages are added so many at a time, so that the others fill whole rows."""
+        return self.row.tokens // math.gcd(self.page.tokens, self.row.tokens)
+
+    @property
+    def most(self) -> int:
+        if self.config.evict == "none":
+            return self.tokens // self.page.tokens
+        return max(
+            self.least, int(self.config.budget.max_keep * self.tokens) // self.page.tokens // self.step * self.step
+        )
+
+    @property
+    def least(self) -> int:
+        wanted = math.ceil(self.config.budget.min_keep * self.tokens / self.page.tokens)
+        return _up(max(wanted, 1), self.step)
+
+    def record(self) -> int:
+        """Bytes of a row's record; 0 where there are no rows."""
+        if self.config.evict != "host":
+            return 0
+        sketch = self.row.tokens * self.row.heads * sketch_bytes(self.row.head_dim, self.config.selection.sketch_bits)
+        if self.config.selection.rows == "host":
+            return _up(sketch, ALIGN)
+        return _up(sketch, ALIGN) + self.row.page_bytes
+
+    def at(self, size: int, pages: int) -> BlockLayout | None:
+        """The layout of blocks of `size` bytes that keep `pages` pages; None where they do not fit."""
+        record = self.record()
+        page_stride = _stride(size, self.page.page_bytes) if size >= self.page.page_bytes else 0
+        row_stride = _stride(size, record) if 0 < record <= size else 0
+        token_bytes = 2 * self.page.heads * self.page.head_dim * self.dtype.itemsize
+        if not page_stride or bool(record) != bool(row_stride) or size < token_bytes:
+            return None
+
+        def rows(first: bool, kept: int) -> int:
+            aside = self.tokens - kept * self.page.tokens - (self.head if first else 0)
+            return aside // self.row.tokens if record else 0
+
+        other = Counts(pages, rows(False, pages))
+        if pages * page_stride + other.rows * row_stride > size:
+            return None
+        taken = -(-self.head * token_bytes // page_stride)
+        full = (self.tokens - self.head) // self.page.tokens
+        for kept in range(min(pages, full // self.step * self.step), -1, -self.step):
+            if self.config.evict == "none" and kept != full:
+                return None
+            first = Counts(kept, rows(True, kept))
+            if (taken + kept) * page_stride + first.rows * row_stride <= size:
+                return BlockLayout(
+                    self.tokens,
+                    self.config.tlif.prefix_length,
+                    self.page,
+                    self.row,
+                    self.dtype,
+                    self.config.selection.sketch_bits,
+                    self.config.selection.rows == "device",
+                    size,
+                    page_stride,
+                    row_stride,
+                    first,
+                    other,
+                )
+        return None
+
+    def largest(self, size: int) -> BlockLayout | None:
+        """The layout of `size` bytes that keeps most pages."""
+        for pages in range(self.most, self.least - 1, -self.step):
+            layout = self.at(size, pages)
+            if layout is not None:
+                return layout
+        return None
+
+    def smallest(self, pages: int) -> BlockLayout:
+        """The smallest layout that keeps `pages` pages."""
+        size = _up(pages * self.page.page_bytes, ALIGN)
+        while (layout := self.at(size, pages)) is None:
+            size += ALIGN
+        return layout

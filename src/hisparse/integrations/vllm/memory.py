@@ -1,0 +1,248 @@
+"""One layer's KV memory inside vLLM's pool, and attention over it.
+
+All methods take block ids of vLLM's pool and the tables of :class:`~hisparse.integrations.vllm.step.Step`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.config import HiSparseConfig
+from hisparse.integrations.vllm.layout import BlockLayout, Counts
+from hisparse.integrations.vllm.step import Place, Step
+from hisparse.ops.attend import Packed, attend, attend_recalled
+from hisparse.ops.decode import Pages, decode_attention
+from hisparse.ops.pack import pack_pages
+from hisparse.ops.scan import scan_and_select
+from hisparse.ops.select import select_rows
+from hisparse.ops.sketch import build_sketch, score_sketch
+from hisparse.vtq.stats import ChannelStats, estimate_stats
+
+QUERY_TILE = 16
+"""Queries of a short chunk that are scored and recalled together: bounds the memory of the gathered rows."""
+
+
+class LayerMemory:
+    """Views of one layer's blocks, uint8 [n_blocks, ..., block_bytes], and its rows in the host pool.
+
+    `stats` may be None: they are then estimated from the first block that is packed.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        config: HiSparseConfig,
+        blocks: Tensor,
+        stats: ChannelStats | None,
+        order: Tensor,
+        scaling: float,
+        budget: int,
+    ) -> None:
+        self.layout, self.config, self.scaling, self.budget = layout, config, scaling, budget
+        self.blocks_at = blocks.data_ptr()
+        self.stats, self.order = None if stats is None else stats.to(blocks.device), order
+        flat = blocks.view(torch.uint8).as_strided((len(blocks), layout.block_bytes), (layout.block_bytes, 1))
+        slots = max(layout.ring_tokens, layout.head)
+        dense = flat[:, : slots * layout.token_bytes].view(layout.dtype)
+        self.dense = dense.unflatten(1, (slots, 2, layout.heads, layout.head_dim))
+        self.pages = flat.view(-1, layout.page_stride)[:, : layout.page.page_bytes]
+        self.codes = self.scales = self.row_pages = self.pages[:0]
+        if layout.has_rows:
+            rows = flat.view(-1, layout.row_stride)
+            self.codes = rows[:, : layout.code_bytes]
+            self.scales = rows[:, layout.code_bytes : layout.code_bytes + layout.scale_bytes]
+            if layout.rows_on_device:
+                at = layout.row_page_offset
+                self.row_pages = rows[:, at : at + layout.row.page_bytes]
+            else:
+                self.row_pages = torch.zeros(
+                    len(blocks) * layout.host_rows, layout.row.page_bytes, dtype=torch.uint8, device="cpu"
+                )
+        self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)
+        self.steps = 0
+
+    # -- dense tokens ----------------------------------------------------------------------------------------------
+
+    def write(self, place: Place, k: Tensor, v: Tensor) -> None:
+        """Put k, v [n, H, D] at `place` [n]."""
+        self.dense[place.block, place.slot, 0] = k
+        self.dense[place.block, place.slot, 1] = v
+
+    def read(self, place: Place) -> tuple[Tensor, Tensor]:
+        """k, v [..., H, D] at `place` [...]."""
+        both = self.dense[place.block, place.slot]
+        return both[..., 0, :, :], both[..., 1, :, :]
+
+    # -- packing ---------------------------------------------------------------------------------------------------
+
+    def pack(self, k: Tensor, v: Tensor, blocks: Tensor, kept: Tensor, first: bool, q: Tensor | None = None) -> None:
+        """Pack full blocks: k, v [m, W, H, D] into `blocks` int64 [m].
+
+        kept: bool [m, W], as many in each block as the layout keeps. first: they begin their sequences. q [n, Hq, D]:
+        queries, from which statistics are estimated where there are none yet.
+        """
+        layout = self.layout
+        counts = layout.first if first else layout.other
+        if self.stats is None:
+            self.stats = estimate_stats(k.flatten(0, 1), v.flatten(0, 1), self.order, q)
+        if first:
+            self.dense[blocks, : layout.head, 0] = k[:, : layout.head]
+            self.dense[blocks, : layout.head, 1] = v[:, : layout.head]
+            k, v, kept = k[:, layout.head :], v[:, layout.head :], kept[:, layout.head :]
+        index = kept.to(torch.uint8).sort(dim=1, stable=True).indices  # set aside first, each part in order
+        split = k.shape[1] - counts.pages * layout.page.tokens
+        if counts.pages:
+            at = layout.head_pages if first else 0
+            ids = blocks[:, None] * layout.pages_per_block + at + torch.arange(counts.pages, device=blocks.device)
+            self.pages[ids.flatten()] = self._packed(k, v, index[:, split:], counts.pages, layout.page.tokens, True)
+        if layout.has_rows:
+            self._pack_rows(k, v, blocks, index[:, :split], counts)
+
+    def _pack_rows(self, k: Tensor, v: Tensor, blocks: Tensor, index: Tensor, counts: Counts) -> None:
+        layout = self.layout
+        assert self.stats is not None
+        ids = (blocks[:, None] + 1) * layout.rows_per_block - 1 - torch.arange(counts.rows, device=blocks.device)
+        ids = ids.flatten()
+        keys = _take(k, index).view(-1, layout.row.tokens, layout.heads, layout.head_dim)
+        codes, scales = build_sketch(keys, self.stats, self.config.selection.sketch_bits)
+        self.codes[ids], self.scales[ids] = codes.flatten(1), scales.flatten(1)
+        pages = self._packed(k, v, index, counts.rows, layout.row.tokens, False)
+        at = self.row_ids(ids)
+        self.row_pages[at.to(self.row_pages.device)] = pages.to(self.row_pages.device)
+
+    def _packed(self, k: Tensor, v: Tensor, index: Tensor, number: int, tokens: int, kept: bool) -> Tensor:
+        layout, vtq = self.layout, self.config.vtq
+        shape = (-1, tokens, layout.heads, layout.head_dim)
+        fmt = layout.page if kept else layout.row
+        return pack_pages(
+            _take(k, index).view(shape),
+            _take(v, index).view(shape),
+            self.stats,
+            fmt,
+            vtq.split,
+            vtq.peak_separation_threshold,
+        )
+
+    def row_ids(self, records: Tensor) -> Tensor:
+        """Where the packed values of row records lie: the records themselves, or rows of the host pool."""
+        layout = self.layout
+        if layout.rows_on_device:
+            return records
+        block = records // layout.rows_per_block
+        return block * layout.host_rows + ((block + 1) * layout.rows_per_block - 1 - records)
+
+    # -- attention -------------------------------------------------------------------------------------------------
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Attention of one new token a request, which is written first. q [B, Hq, D]; k, v [B, H, D]."""
+        layout = self.layout
+        self.write(step.new, k, v)
+        dense_k, dense_v = self.read(step.dense)
+        kept = Pages(self.pages, step.kept_table, step.kept_count, layout.page) if layout.other.pages else None
+        recalled = None
+        if layout.has_rows and step.row_table.shape[1] and self.stats is not None:
+            budget = min(self.budget, step.row_table.shape[1])
+            chosen = scan_and_select(
+                q,
+                self.codes,
+                self.scales,
+                step.row_table,
+                step.row_count,
+                self.stats,
+                self.scaling,
+                self.config.selection.sketch_bits,
+                budget,
+                step.wanted.clamp_max(budget),
+            )
+            recalled = Pages(self.row_pages, self.row_ids(chosen.rows).int(), chosen.number, layout.row)
+            self.recalled += chosen.number.sum()
+            self.steps += len(q)
+        quantised = self.config.vtq.enable_per_block_quant
+        if quantised and self.stats is None:
+            kept = None  # nothing has been packed yet
+        return decode_attention(
+            q,
+            dense_k.transpose(1, 2),
+            dense_v.transpose(1, 2),
+            step.dense_past + 1,
+            kept,
+            recalled,
+            self.stats,
+            self.scaling,
+            split=self.config.vtq.split if quantised else None,
+        ).out
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step, row: int, past: int, packed: int) -> Tensor:
+        """Attention of a chunk of one request, request `row` of the step, over its past and causally over itself.
+
+        q [T, Hq, D]; k, v [T, H, D]; past, packed: the step's values of the request, on the host. Returns [T, Hq, D].
+        """
+        layout = self.layout
+        number = int(past - packed * layout.tokens + (layout.head if packed else 0))
+        dense_k, dense_v = (x.transpose(0, 1) for x in self.read(step.dense[row, :number]))
+        pages = layout.first.pages + (packed - 1) * layout.other.pages if packed else 0
+        rows = layout.first.rows + (packed - 1) * layout.other.rows if packed else 0
+        kept = [Packed(self.pages[step.kept_table[row, :pages].long()], layout.page)] if pages else []
+        records = step.row_table[row, :rows].long()
+        q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        chunk = q.shape[1]
+        wanted = -(-self.config.selection.budget(past + chunk) // layout.row.tokens)
+        if self._reads_everything(chunk, wanted, rows):
+            if rows:
+                kept = [*kept, Packed(self._fetch(records), layout.row)]
+            return attend(q, k, v, dense_k, dense_v, kept, self.stats, self.scaling).transpose(0, 1)
+        return self._token_by_token(q, k, v, dense_k, dense_v, kept, records, wanted).transpose(0, 1)
+
+    def _reads_everything(self, chunk: int, wanted: int, rows: int) -> bool:
+        """True where attending to every row is exact and no dearer than recalling for each query, or is asked for."""
+        if wanted >= rows:
+            return True
+        prefill = self.config.prefill
+        return prefill.mode == "full" and (chunk > prefill.recall_max_tokens or chunk * wanted >= rows)
+
+    def _fetch(self, records: Tensor) -> Tensor:
+        at = self.row_ids(records)
+        return self.row_pages[at.to(self.row_pages.device)].to(records.device)
+
+    def _token_by_token(
+        self, q: Tensor, k: Tensor, v: Tensor, dense_k: Tensor, dense_v: Tensor, kept: list[Packed], records: Tensor,
+        wanted: int,
+    ) -> Tensor:  # fmt: skip
+        """Each query of the chunk recalls rows of its own; see `prefill`, heads first."""
+        layout = self.layout
+        assert self.stats is not None  # rows exist, so something was packed
+        codes = self.codes[records].view(len(records), layout.row.tokens, -1)
+        scales = self.scales[records].view(len(records), layout.row.tokens, layout.heads)
+        pieces = []
+        for start in range(0, q.shape[1], QUERY_TILE):
+            tile = q[:, start : start + QUERY_TILE]
+            end = start + tile.shape[1]
+            scores = score_sketch(tile, codes, scales, self.stats, self.scaling)
+            chosen = torch.stack(
+                [select_rows(scores[:, t : t + 1], layout.row.tokens, wanted) for t in range(tile.shape[1])]
+            )
+            pages = self._fetch(records[chosen].flatten()).view(tile.shape[1], -1, layout.row.page_bytes)
+            self.recalled += chosen.numel()
+            self.steps += tile.shape[1]
+            # The tile sees the chunk's earlier tokens as past: they join the dense ones.
+            past_k, past_v = torch.cat([dense_k, k[:, :start]], 1), torch.cat([dense_v, v[:, :start]], 1)
+            pieces.append(
+                attend_recalled(
+                    tile,
+                    k[:, start:end],
+                    v[:, start:end],
+                    past_k,
+                    past_v,
+                    kept,
+                    Packed(pages, layout.row),
+                    self.stats,
+                    self.scaling,
+                )  # fmt: skip
+            )
+        return torch.cat(pieces, dim=1)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens `index` [m, n] of x [m, W, H, D]: [m, n, H, D]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]

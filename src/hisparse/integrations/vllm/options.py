@@ -1,0 +1,120 @@
+"""What the user asked for, and what HiSparse refuses, by name, before anything is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError, InputError, UnsupportedError
+from hisparse.integrations.vllm.layout import DEFAULT_TOKENS
+
+KEYS = ("hisparse", "hisparse_tlif", "hisparse_calibration", "hisparse_block_tokens")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Read from vLLM's ``--additional-config``.
+
+    config: key `hisparse`, a path or the configuration itself; tlif, calibration: keys `hisparse_tlif` and
+    `hisparse_calibration`, paths (those that ship with HiSparse are found by themselves); block_tokens: key
+    `hisparse_block_tokens`, tokens that a vLLM block stands for.
+    """
+
+    config: HiSparseConfig
+    tlif: Path | None = None
+    calibration: Path | None = None
+    block_tokens: int = DEFAULT_TOKENS
+
+    @classmethod
+    def read(cls, additional: Any) -> Options:
+        """Options of an ``additional_config``. Raises ConfigError or InputError naming what is wrong."""
+        given = dict(additional) if isinstance(additional, dict) else {}
+        for key in given:
+            if key.startswith("hisparse") and key not in KEYS:
+                raise ConfigError(f'--additional-config: unknown key "{key}"; known keys: {", ".join(KEYS)}')
+        value = given.get("hisparse", {})
+        if isinstance(value, str):
+            config = HiSparseConfig.load(value)
+        elif isinstance(value, dict):
+            config = HiSparseConfig(**value)
+        else:
+            raise ConfigError(f"--additional-config: hisparse = {value!r}; give a path, or the configuration's object")
+        tokens = given.get("hisparse_block_tokens", DEFAULT_TOKENS)
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise ConfigError(f"--additional-config: hisparse_block_tokens = {tokens!r}; give a number such as 256")
+        return cls(config, _path(given, "hisparse_tlif"), _path(given, "hisparse_calibration"), tokens)
+
+
+def _path(given: dict[str, Any], key: str) -> Path | None:
+    value = given.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ConfigError(f"--additional-config: {key} = {value!r}; give the path of a file")
+    path = Path(value)
+    if not path.is_file():
+        raise InputError(f"--additional-config: {key} = {value}: no such file")
+    return path
+
+
+def refuse(vllm_config: Any, config: HiSparseConfig) -> None:
+    """Raise UnsupportedError for what the engine is asked to do and HiSparse cannot do, ConfigError for a model of another
+    size than the configuration says.
+
+    `vllm_config`: vLLM's, of which attributes alone are read.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text = model.hf_text_config
+    if config.hidden_size not in (None, text.hidden_size):
+        raise ConfigError(
+            f"hidden_size = {config.hidden_size}, but the model's weights have {text.hidden_size}; "
+            "correct the configuration or choose the other model"
+        )
+    dtype = vllm_config.cache_config.cache_dtype
+    reasons = (
+        (model.use_mla, "multi-head latent attention (MLA)", "HiSparse packs plain keys and values"),
+        (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism", "set it to 1"),
+        (getattr(parallel, "enable_dbo", False), "dual batch overlap", "drop --enable-dbo"),
+        (
+            dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"--kv-cache-dtype {dtype}",
+            "HiSparse packs by itself",
+        ),
+        (
+            vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+            "--disable-hybrid-kv-cache-manager",
+            "drop it: the dense tail is a group of its own",
+        ),
+    )
+    for found, what, remedy in reasons:
+        if found:
+            raise UnsupportedError(
+                f"{what} with --attention-backend CUSTOM (HiSparse): {remedy}, or use a stock backend"
+            )
+
+
+def refuse_layer(
+    alibi_slopes: Any,
+    sliding_window: Any,
+    logits_soft_cap: Any,
+    attn_type: str,
+    shared_with: Any,
+    extra: dict[str, Any],
+) -> None:
+    """Raise UnsupportedError for a layer whose attention is not plain causal attention over its own keys."""
+    reasons = (
+        (alibi_slopes is not None, "ALiBi"),
+        (sliding_window is not None, "a sliding window"),
+        (bool(logits_soft_cap), "capped logits (soft cap)"),
+        (attn_type != "decoder", f"{attn_type} attention"),
+        (shared_with is not None, "keys and values shared with another layer"),
+        (extra.get("sinks") is not None, "learned attention sinks"),
+    )
+    for found, what in reasons:
+        if found:
+            raise UnsupportedError(f"a layer with {what}: HiSparse does not hold it; use a stock --attention-backend")

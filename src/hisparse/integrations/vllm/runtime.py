@@ -1,0 +1,262 @@
+"""What the layers of one engine share: layout, companions, the step in progress, blocks waiting to be packed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import ConfigError
+from hisparse.integrations.vllm.companions import choose_kept, companions, of_rank
+from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
+from hisparse.integrations.vllm.memory import LayerMemory
+from hisparse.integrations.vllm.options import Options, refuse
+from hisparse.integrations.vllm.step import Place, Step, make_step, ring_place, row_budget
+from hisparse.tlif import Scorer
+from hisparse.vtq.stats import ChannelStats, channel_order
+
+logger = logging.getLogger("vllm.hisparse")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A request that has more than one new token: its row in the step, its tokens in the batch, host values."""
+
+    row: int
+    start: int
+    end: int
+    past: int
+    packed: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass
+class Metadata:
+    """A step as the layers see it. step: tables of all requests; single: of those with one new token, at `singles`."""
+
+    step: Step | None = None
+    pages: Tensor | None = None
+    ring: Tensor | None = None
+    single: Step | None = None
+    singles: Tensor | None = None  # int64 [n], tokens of the batch; None where all are
+    tokens: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> which tokens of its completed blocks are kept
+
+
+@dataclass(frozen=True)
+class Full:
+    """Blocks that a step of single tokens fills: packed before the next step writes anything."""
+
+    blocks: Tensor
+    place: Place
+    first: bool
+
+
+class Runtime:
+    """Shared state of one engine's layers on one rank. heads: KV heads on this rank."""
+
+    def __init__(self, vllm_config: Any, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.options = Options.read(vllm_config.additional_config)
+        self.config = self.options.config
+        refuse(vllm_config, self.config)
+        self.vllm_config = vllm_config
+        self.context = int(vllm_config.model_config.max_model_len)
+        self.layout: BlockLayout = choose_layout(
+            self.config, heads, head_dim, dtype, self.context, self.options.block_tokens
+        )
+        self.width = -(-self.context // self.layout.tokens)
+        self.layers: list[LayerMemory | None] = []
+        self.full: list[Full] = []
+        self._waiting: Metadata | None = None
+        self._offered: dict[str, Any] = {}
+        self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
+        reached, target = self.layout.capacity(self.context), self.config.budget.capacity
+        logger.info(
+            "HiSparse: a block of %d bytes stands for %d tokens, %.2f x bfloat16 at %d tokens",
+            self.layout.block_bytes,
+            self.layout.tokens,
+            reached,
+            self.context,
+        )
+        if self.config.evict != "none" and target is not None and reached < target:
+            logger.warning(
+                "HiSparse: budget.capacity = %g is out of reach at --max-model-len %d (%.2f): the dense tail weighs too "
+                "much. A longer context, selection.sketch_bits = 1 or a shorter tlif.prefix_length reaches more",
+                target,
+                self.context,
+                reached,
+            )
+
+    def add_layer(self) -> int:
+        """A place for one more layer; returns its index."""
+        self.layers.append(None)
+        return len(self.layers) - 1
+
+    def check_dimensions(self, heads: int, head_dim: int) -> None:
+        if (heads, head_dim) != (self.layout.heads, self.layout.head_dim):
+            raise ConfigError(
+                f"layers of {self.layout.heads} x {self.layout.head_dim} and of {heads} x {head_dim} KV heads in one "
+                "model: HiSparse holds models whose layers are alike; use a stock --attention-backend"
+            )
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def offer(self, kind: str, common: Any) -> Metadata:
+        """Take vLLM's metadata of one of the two groups, "pages" or "ring"; the second one completes the step."""
+        if self._waiting is None or kind in self._offered:
+            self._waiting, self._offered = Metadata(), {}
+        metadata = self._waiting
+        self._offered[kind] = common
+        if len(self._offered) == 2:
+            self._begin(metadata, self._offered["pages"], self._offered["ring"].block_table_tensor)
+            self._waiting, self._offered = None, {}
+        return metadata
+
+    def _begin(self, metadata: Metadata, common: Any, ring: Tensor) -> None:
+        self.pack_full()
+        requests = int(common.num_reqs)
+        begins = common.query_start_loc_cpu[: requests + 1].tolist()
+        lengths = common.seq_lens_cpu_upper_bound
+        ends = (common.seq_lens.cpu() if lengths is None else lengths)[:requests].tolist()
+        new = common.query_start_loc[1 : requests + 1] - common.query_start_loc[:requests]
+        past = (common.seq_lens[:requests] - new).long()
+        pages, ring = common.block_table_tensor[:requests], ring[:requests]
+        width = min(self.width, max(1, -(-max(ends) // self.layout.tokens)))
+        step = make_step(self.layout, self.config.selection, pages, ring, past, new.long(), width)
+        metadata.pages, metadata.ring, metadata.tokens = pages, ring, begins[-1]
+        packed = step.packed.tolist()
+        rows = []
+        for row in range(requests):
+            start, end = begins[row], begins[row + 1]
+            if end - start == 1:
+                rows.append(row)
+            elif end > start:
+                metadata.chunks.append(Chunk(row, start, end, ends[row] - (end - start), packed[row]))
+        metadata.step = step
+        if rows:
+            index = torch.tensor(rows, device=pages.device)
+            metadata.single = step.select(index).narrowed()
+            metadata.singles = torch.tensor([begins[row] for row in rows], device=pages.device)
+            self._note_full(metadata, rows, ends)
+
+    def _note_full(self, metadata: Metadata, rows: list[int], ends: list[int]) -> None:
+        """Remember the blocks that requests with one new token fill in this step."""
+        assert metadata.pages is not None and metadata.ring is not None and metadata.step is not None
+        tokens = self.layout.tokens
+        for row in rows:
+            block = ends[row] // tokens - 1
+            if ends[row] % tokens or block < 0:
+                continue
+            position = torch.arange(block * tokens, ends[row], device=metadata.pages.device)[None]
+            part = slice(row, row + 1)
+            place = ring_place(self.layout, metadata.ring[part], metadata.step.lead[part], position)
+            self.full.append(Full(metadata.pages[part, block].long(), place, block == 0))
+
+    # -- packing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def companions(self) -> tuple[Scorer, list[ChannelStats] | None]:
+        if self._companions is None:
+            self._companions = companions(self.vllm_config, self.options)
+        return self._companions
+
+    def memory(self, index: int, blocks: Tensor, scaling: float) -> LayerMemory:
+        """The memory of layer `index`, made when its blocks are first seen."""
+        memory = self.layers[index]
+        if memory is None or memory.blocks_at != blocks.data_ptr():
+            stats = self.companions[1]
+            own = None
+            if stats is not None:
+                rank, ranks = _rank()
+                total = int(self.vllm_config.model_config.get_total_num_kv_heads())
+                own = of_rank(stats[index], rank, self.layout.heads, total, ranks)
+            order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
+            budget = row_budget(self.layout, self.config.selection, self.context)
+            memory = LayerMemory(self.layout, self.config, blocks, own, order, scaling, budget)
+            self.layers[index] = memory
+        return memory
+
+    def decide(self, values: Tensor, first: bool) -> Tensor:
+        """Which tokens of full blocks are kept, bool [m, W], from layer 0's values [m, W, H, D] on this rank."""
+        counts = self.layout.first if first else self.layout.other
+        rows = _all_heads(values, int(self.vllm_config.model_config.get_total_num_kv_heads())).flatten(2)
+        head = self.layout.head if first else 0
+        if self.config.evict == "none":
+            return torch.arange(rows.shape[1], device=rows.device).ge(head).expand(len(rows), -1)
+        return choose_kept(self.companions[0], rows, counts.pages * self.layout.page.tokens, head)
+
+    def pack_full(self) -> None:
+        """Pack what the last step's single tokens filled."""
+        full, self.full = self.full, []
+        for item in full:
+            kept: Tensor | None = None
+            for memory in self.layers:
+                if memory is None:
+                    return  # a step without a forward pass: nothing was written
+                k, v = memory.read(item.place)
+                if kept is None:
+                    kept = self.decide(v, item.first)
+                memory.pack(k, v, item.blocks, kept, item.first)
+
+    def commit(
+        self, index: int, memory: LayerMemory, metadata: Metadata, chunk: Chunk, qkv: tuple[Tensor, ...]
+    ) -> None:
+        """Take a chunk in after its attention: pack the blocks it completes, write the rest to the ring.
+
+        qkv: q [T, Hq, D], k, v [T, H, D].
+        """
+        assert metadata.pages is not None and metadata.ring is not None and metadata.step is not None
+        q, k, v = qkv
+        tokens, device = self.layout.tokens, k.device
+        part = slice(chunk.row, chunk.row + 1)
+        ring, lead = metadata.ring[part], metadata.step.lead[part]
+        begin, end = chunk.past // tokens, (chunk.past + chunk.length) // tokens
+        if end > begin:
+            old = torch.arange(begin * tokens, chunk.past, device=device)[None]
+            past_k, past_v = memory.read(ring_place(self.layout, ring, lead, old))
+            whole = (end - begin) * tokens
+            full_k, full_v = (
+                torch.cat([before[0], now])[:whole].unflatten(0, (end - begin, tokens))
+                for before, now in ((past_k, k), (past_v, v))
+            )
+            blocks = metadata.pages[chunk.row, begin:end].long()
+            firsts = 1 if begin == 0 else 0
+            if index == 0:
+                kept = [
+                    self.decide(full_v[some], first)
+                    for some, first in ((slice(0, firsts), True), (slice(firsts, None), False))
+                    if len(full_v[some])
+                ]
+                metadata.kept[chunk.row] = torch.cat(kept)
+            chosen = metadata.kept[chunk.row]
+            for some, first in ((slice(0, firsts), True), (slice(firsts, None), False)):
+                if len(blocks[some]):
+                    memory.pack(full_k[some], full_v[some], blocks[some], chosen[some], first, q)
+        number = min(chunk.length, self.layout.ring_slots)
+        after = chunk.past + chunk.length
+        position = torch.arange(after - number, after, device=device)[None]
+        memory.write(ring_place(self.layout, ring, lead, position)[0], k[-number:], v[-number:])
+
+
+def _rank() -> tuple[int, int]:
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return int(get_tensor_model_parallel_rank()), int(get_tensor_model_parallel_world_size())
+
+
+def _all_heads(values: Tensor, total: int) -> Tensor:
+    """Values [m, W, H, D] of this rank's heads with those of all other ranks: [m, W, total, D]."""
+    _, ranks = _rank()
+    if ranks == 1:
+        return values
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    every: Tensor = tensor_model_parallel_all_gather(values.contiguous(), dim=2)
+    return every[:, :, :: max(1, every.shape[2] // total)]

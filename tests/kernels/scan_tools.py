@@ -20,19 +20,20 @@ def make_stats(heads: int, dim: int, seed: int = 0) -> ChannelStats:
     return ChannelStats(mean, scale, mean.flip(1).contiguous(), scale.flip(1).contiguous(), order, basis.contiguous())
 
 
-def decode_keys(codes: Tensor, scales: Tensor, heads: int, dim: int, bits: int) -> np.ndarray:
-    """Coordinates float64 [tokens, H, D] (absent ones 0) of flat sketches: codes [tokens, H * D * bits / 8]."""
+def decode_keys(codes: Tensor, scales: Tensor, bits: int) -> np.ndarray:
+    """Coordinates float64 [n * R, H, D] (absent ones 0): codes [n, H, R, D * bits / 8], scales [n, H, R]."""
     raw, scale = codes.cpu().numpy().astype(int), scales.cpu().numpy().astype(float)
-    tokens, width = len(raw), dim * bits // 16
-    out = np.zeros((tokens, heads, dim))
-    for h in range(heads):
-        for i in range(width):
-            high, low = raw[:, h * width + i], raw[:, (heads + h) * width + i]
-            out[:, h, i] = (high % 16 - 7.5) * 0.3352
-            out[:, h, i + width] = (high // 16 - 7.5) * 0.3352
-            for s in range(4):
-                out[:, h, 2 * width + s * width + i] = (low // 4**s % 4 - 1.5) * 0.9957
-    return out * 2 ** ((scale[:, :, None] - 128) / 16)
+    n, heads, rows, width = raw.shape
+    pairs = width // 2
+    out = np.zeros((n, heads, rows, width * 8 // bits))
+    for i in range(pairs):
+        even, odd = raw[..., 2 * i], raw[..., 2 * i + 1]
+        out[..., i] = (even % 16 - 7.5) * 0.3352
+        out[..., pairs + i] = (even // 16 - 7.5) * 0.3352
+        for s in range(4):
+            out[..., (2 + s) * pairs + i] = (odd // 4**s % 4 - 1.5) * 0.9957
+    out *= 2 ** ((scale[..., None] - 128) / 16)
+    return out.transpose(0, 2, 1, 3).reshape(n * rows, heads, -1)
 
 
 def oracle_scores(
@@ -40,7 +41,7 @@ def oracle_scores(
 ) -> np.ndarray:
     """float64 [Hq, tokens] of one query [Hq, D], the mean key's share included."""
     heads, dim = stats.heads, stats.head_dim
-    keys = decode_keys(codes, scales, heads, dim, bits)
+    keys = decode_keys(codes, scales, bits)
     inverse = np.linalg.inv(stats.sketch_basis.double().cpu().numpy())
     keys = np.einsum("thc,hcd->thd", keys, inverse) + stats.k_mean.double().cpu().numpy()
     grouped = q.double().cpu().numpy().reshape(heads, -1, dim)

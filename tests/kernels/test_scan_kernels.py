@@ -51,8 +51,9 @@ def expected_worth(q, codes, scales, table, count, stats, scaling, bits):
     for i, used in enumerate(count.tolist()):
         if used:
             ids = table[i, :used].long()
-            flat = codes[ids].view(used * row_size, -1), scales[ids].view(used * row_size, -1)
-            worth[i, :used] = oracle_worth(oracle_scores(q[i], *flat, stats, scaling, bits), row_size)
+            shape = used, stats.heads, row_size
+            parts = codes[ids].view(*shape, -1), scales[ids].view(*shape)
+            worth[i, :used] = oracle_worth(oracle_scores(q[i], *parts, stats, scaling, bits), row_size)
     return worth
 
 
@@ -65,7 +66,7 @@ CASES = [  # heads, head_dim, queries, bits, row_size, counts, width
     pytest.param(2, 96, 7, 2, 4, [123], 123, id="2x96-7q-2bit-rows4"),
     pytest.param(1, 96, 2, 1, 1, [5], 5, id="1x96-2q-1bit-rows1"),
     pytest.param(8, 64, 1, 2, 4, [7], 9, id="8x64-1q-2bit-four-heads-an-operand"),
-    pytest.param(3, 80, 2, 1, 4, [5], 9, id="3x80-1bit-falls-back"),
+    pytest.param(3, 80, 2, 1, 4, [5], 9, id="3x80-2q-1bit-five-words-a-head"),
 ]
 
 

@@ -1,37 +1,19 @@
 """Kernels that choose the rows of most worth.
 
 Worth is not negative, so its bits order as it does. All multiprocessors count the rows by bins of 2**-8 of an octave,
-BINS of them below a limit. Which bin the budget runs out in then says for nearly every row whether it is chosen; the
+BINS of them below a limit (see :mod:`.bins`). Which bin the budget runs out in then says for nearly every row whether it is chosen; the
 few rows of that bin are left to one program a sequence, which finds the exact limit by bisection, and among equals
 one of the row number: so the choice is the same each time although the order is not.
-
-The limit: where worth is what `scan_rows` returns, a sum of roots of shares over `heads` query heads, its squares sum
-to no more than ``heads ** 2`` (Cauchy and Schwarz), and so no more than `budget` rows reach ``heads / sqrt(budget)``.
-All rows from there on share the top bin; eight octaves below, the bottom bin takes the rest. Other worth is chosen as
-exactly, if more slowly: bins are only a first sieve.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 
 from __future__ import annotations
 
-import math
-import struct
-
 import triton
 import triton.language as tl
 
 from hisparse.ops.scan.kernels import bound, count_bins, find_bin
-
-BINS = 2048
-SHIFT = 15  # of 31 bits, the exponent and the first eight of the mantissa remain
-
-
-def lowest_bin(heads: float, budget: int) -> int:
-    """First digits of the bottom bin's upper neighbours: BINS below those of the limit."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", heads / math.sqrt(budget)))
-    return max(int(bits >> SHIFT) - (BINS - 1), 0)
-
 
 @triton.jit
 def count_first(p_worth, p_count, p_histogram, n_rows_max, base, ROWS: tl.constexpr, TILES: tl.constexpr,

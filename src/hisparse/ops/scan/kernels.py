@@ -1,18 +1,15 @@
 """Kernels that score sketches.
 
-A sketch's bytes are read as 16-bit words. Word w of a plane holds eight fields of two bits, and both planes are sums of
-such fields: of a four-bit code the upper field counts four times. A field masked out of its word, the upper byte
-shifted down first, is worth ``field << 2 * s`` (s = 0..3, its place in the byte), a number below 1024 whose bits
-*are* a float16: the subnormal ``(field << 2 * s) * 2**-24``, which the matrix units multiply exactly. So unpacking is
-one AND a field pair, and everything else - step, place, 2**-24 - is folded into the weights that the query brings
-along. The middle of every field is 1.5, so what the codes' zero point adds to a score is one number a query, the
-accumulator's first value.
+A sketch's bytes are read as 16-bit words, each two codes of four bits and four of two (see :mod:`hisparse.ops.sketch`). A
+field masked out of its word, the upper byte shifted down first, is worth ``code * place``, a number below 1024 whose
+bits *are* a float16: the subnormal ``code * place * 2**-24``, which the matrix units multiply exactly. So unpacking is
+one AND a pair of fields, and everything else - step, place, 2**-24 - is folded into the weights that the query brings
+along. What the middle of the codes adds to a score is one number a query, the accumulator's first value.
 
-Both planes of a head are one operand: its columns are the words of the four-bit plane, then those of the two-bit
-plane. Where they are fewer than the 16 that the matrix units take, `HG` heads share an operand; the weights of a
-query are zero in the columns of other heads.
+The columns of an operand are a head's words. Where they are fewer than the 16 that the matrix units take, `HG` heads
+share an operand; the weights of a query are zero in the columns of other heads.
 
-Names: p_ pointer, i_ index, n_ count, f field (0..7, lower byte first), c column. Logarithms are to base 2 inside.
+Names: p_ pointer, i_ index, n_ count, f field (0, 1 of four bits, 2..5 of two), c column. Logarithms are to base 2 inside.
 """
 
 # ruff: noqa: RUF005
@@ -37,9 +34,14 @@ HEADROOM = tl.constexpr(100.0)
 """Scores more than 2**100 times the reference's attention are counted as that much: sums of squares stay finite."""
 FARTHEST = tl.constexpr(150.0)
 
+PLACES = (1, 16, 1, 4, 16, 64)
+"""What a unit of each field is worth where it lies in its byte."""
 _FIELDS = (
-    "{ .reg .b32 w; shr.u32 w, $8, 8; "
-    + " ".join(f"and.b32 ${f}, {'$8' if f < 4 else 'w'}, 0x{(3 << 2 * (f % 4)) * 0x10001:08x};" for f in range(8))
+    "{ .reg .b32 w; shr.u32 w, $6, 8; "
+    + " ".join(
+        f"and.b32 ${f}, {'$6' if f < 2 else 'w'}, 0x{(15 if f < 2 else 3) * place * 0x10001:08x};"
+        for f, place in enumerate(PLACES)
+    )
     + " }"
 )
 ASM_FIELDS = tl.constexpr(_FIELDS)
@@ -60,28 +62,23 @@ else:
 
 @triton.jit
 def _field(word, f: tl.constexpr):
-    return ((word >> (8 * (f // 4))) & (3 << (2 * (f % 4)))).to(tl.int16).to(tl.float16, bitcast=True)
+    if f < 2:
+        bits = word & (15 << (4 * f))
+    else:
+        bits = (word >> 8) & (3 << (2 * (f - 2)))
+    return bits.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def fields(words, SIMD: tl.constexpr):
-    """The eight fields of int16 words, as float16 tiles of the words' shape."""
-    H: tl.constexpr = (
-        tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
-    )  # fmt: skip
+    """The six fields of int16 words, as float16 tiles of the words' shape."""
+    H: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16)
     if SIMD:
         return tl.inline_asm_elementwise(
-            asm=ASM_FIELDS,
-            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
-            args=[words],
-            dtype=H,
-            is_pure=True,
-            pack=2,
+            asm=ASM_FIELDS, constraints="=r,=r,=r,=r,=r,=r,r", args=[words], dtype=H, is_pure=True, pack=2
         )
     w = words.to(tl.int32)
-    return (
-        _field(w, 0), _field(w, 1), _field(w, 2), _field(w, 3), _field(w, 4), _field(w, 5), _field(w, 6), _field(w, 7),
-    )  # fmt: skip
+    return _field(w, 0), _field(w, 1), _field(w, 2), _field(w, 3), _field(w, 4), _field(w, 5)
 
 
 @triton.jit
@@ -90,8 +87,8 @@ def weigh_queries(
     HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr, W: tl.constexpr, HG: tl.constexpr, Q: tl.constexpr,
     KP: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The weights of one field of one head group: p_weight float16 [B, groups, 8, KP, NP], p_middle float32
-    [B, groups, 8, NP].
+    """The weights of one field of one head group: p_weight float16 [B, groups, 6, KP, NP], p_middle float32
+    [B, groups, 6, NP].
 
     p_q: query i of head h of sequence b at b * stride_batch + h * stride_head + i * stride_query; Q queries a KV head.
     p_basis: float32 [H, D, C]. Query n of the group is query n % Q of head n // Q.
@@ -99,13 +96,10 @@ def weigh_queries(
     i_group = tl.program_id(0)
     i_batch = tl.program_id(1).to(tl.int64)
     f = tl.program_id(2)
-    s = f % 4
     c = tl.arange(0, KP)
-    plane, within = c // (HG * W), c % (HG * W)
-    byte = 2 * (within % W) + f // 4
-    c_head = i_group * HG + within // W
-    coordinate = tl.where(plane == 0, byte + (s // 2) * (2 * W), 4 * W + s * (2 * W) + byte)
-    m_c = (plane < 2) & (c_head < HEADS)
+    c_head = i_group * HG + c // W
+    coordinate = f * W + c % W
+    m_c = (c < HG * W) & (c_head < HEADS)
     n = tl.arange(0, NP)
     n_head = i_group * HG + n // Q
     m_n = (n < HG * Q) & (n_head < HEADS)
@@ -121,40 +115,42 @@ def weigh_queries(
             other=0.0,
         )
         w = tl.dot(q, basis, w, input_precision="ieee")
-    place = tl.exp2(2.0 * s.to(tl.float32))  # what a unit of the field is worth where it lies
-    value = tl.where(plane == 0, STEP4 * tl.exp2(2.0 * (s % 2).to(tl.float32)), STEP2)
-    w *= (scaling * LOG2E) * (value / place)[None, :]
+    four = f < 2
+    place = tl.exp2(tl.where(four, 4.0 * f, 2.0 * f - 4.0))  # what a unit of the field is worth where it lies
+    w *= (scaling * LOG2E) * tl.where(four, STEP4, STEP2) / place
     own = m_n[:, None] & m_c[None, :] & (n // Q == 0)[:, None]
     if HG > 1:
-        own = m_n[:, None] & m_c[None, :] & ((n // Q)[:, None] == (within // W)[None, :])
+        own = m_n[:, None] & m_c[None, :] & ((n // Q)[:, None] == (c // W)[None, :])
     half = tl.where(own, tl.minimum(tl.maximum(w, -LIMIT), LIMIT), 0.0).to(tl.float16)
-    at = (i_batch * tl.num_programs(0) + i_group) * 8 + f
+    at = (i_batch * tl.num_programs(0) + i_group) * 6 + f
     tl.store(p_weight + at * (KP * NP) + c[None, :] * NP + n[:, None], half)
     # From the rounded weights: the codes and their middle then cancel as they should.
-    tl.store(p_middle + at * NP + n, tl.sum(half.to(tl.float32), 1) * (1.5 * place))
+    tl.store(p_middle + at * NP + n, tl.sum(half.to(tl.float32), 1) * tl.where(four, 7.5, 1.5) * place)
 
 
 @triton.jit
 def read_weights(p_weight, p_middle, at, KP: tl.constexpr, NP: tl.constexpr):
-    """Eight float16 tiles [KP, NP] and the accumulator's first value, float32 [NP]."""
+    """Six float16 tiles [KP, NP] and the accumulator's first value, float32 [NP]."""
     c, n = tl.arange(0, KP), tl.arange(0, NP)
     tiles = ()
-    for f in tl.static_range(8):
-        tiles = tiles + (tl.load(p_weight + (at * 8 + f) * (KP * NP) + c[:, None] * NP + n[None, :]),)
-    f = tl.arange(0, 8)
-    middle = tl.sum(tl.load(p_middle + (at * 8 + f[:, None]) * NP + n[None, :]), 0)
+    middle = tl.zeros((NP,), tl.float32)
+    for f in tl.static_range(6):
+        tiles = tiles + (tl.load(p_weight + (at * 6 + f) * (KP * NP) + c[:, None] * NP + n[None, :]),)
+        middle += tl.load(p_middle + (at * 6 + f) * NP + n)
     return tiles, middle * -5.9604644775390625e-08  # 2**-24
 
 
 @triton.jit
-def read_words(p_token, i_group, HEADS: tl.constexpr, W: tl.constexpr, HG: tl.constexpr, KP: tl.constexpr):
-    """int16 words [tokens, KP] of one head group; p_token: int16 pointers [tokens] to the tokens' codes."""
+def read_words(
+    p_token, i_group, HEADS: tl.constexpr, W: tl.constexpr, HG: tl.constexpr, R: tl.constexpr, KP: tl.constexpr
+):
+    """int16 words [tokens, KP] of one head group; p_token: int16 pointers [tokens] to the tokens' codes of head 0."""
     c = tl.arange(0, KP)
-    plane, within = c // (HG * W), c % (HG * W)
-    at = plane * (HEADS * W) + i_group * (HG * W) + within
-    if 2 * HG * W == KP and HEADS % HG == 0:
+    c_head = i_group * HG + c // W
+    at = c_head * (R * W) + c % W
+    if HG * W == KP and HEADS % HG == 0:
         return tl.load(p_token[:, None] + at[None, :])
-    inside = (plane < 2) & (i_group * (HG * W) + within < HEADS * W)
+    inside = (c < HG * W) & (c_head < HEADS)
     return tl.load(p_token[:, None] + at[None, :], mask=inside[None, :], other=0)
 
 
@@ -163,7 +159,7 @@ def raw_scores(words, weights, first, SIMD: tl.constexpr):
     """float32 [tokens, NP], to be multiplied by the tokens' scales."""
     x = fields(words, SIMD)
     acc = tl.zeros((words.shape[0], first.shape[0]), tl.float32) + first[None, :]
-    for f in tl.static_range(8):
+    for f in tl.static_range(6):
         acc = tl.dot(x[f], weights[f], acc)
     return acc
 
@@ -172,15 +168,6 @@ def raw_scores(words, weights, first, SIMD: tl.constexpr):
 def decode_scale(byte):
     """2**24 times the root mean square that a scale byte stands for."""
     return tl.exp2(byte.to(tl.float32) * 0.0625 + 16.0)  # (byte - 128) / 16 + 24
-
-
-@triton.jit
-def read_scales(p_scales, ids, j, i_word, ROW: tl.constexpr, HEADS: tl.constexpr, BYTES: tl.constexpr):
-    """Token j's scales of BYTES (2 or 4) adjacent heads, int32 [rows], the first in the lowest byte."""
-    at = ids * (ROW // BYTES) + (j * (HEADS // BYTES) + i_word)
-    if BYTES == 2:
-        return tl.load(p_scales.to(tl.pointer_type(tl.int16)) + at).to(tl.int32)
-    return tl.load(p_scales.to(tl.pointer_type(tl.int32)) + at)
 
 
 @triton.jit
@@ -204,11 +191,8 @@ def scan_share(
     i_share, i_block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     i_batch = tl.program_id(1).to(tl.int64)
     n_share = tl.num_programs(0) // BLOCKS
-    TOKEN_WORDS: tl.constexpr = 2 * HEADS * W
+    ROW_WORDS: tl.constexpr = HEADS * R * W
     N: tl.constexpr = HG * Q
-    # Scales of as many heads at a time as make a word: those of the groups, or those of a group.
-    BYTES: tl.constexpr = GROUPS if HG == 1 and (GROUPS == 2 or GROUPS == 4) and HEADS % GROUPS == 0 else 1
-    SHARED: tl.constexpr = (HG == 2 or HG == 4) and HEADS % HG == 0
     count = tl.minimum(tl.load(p_count + i_batch), n_rows_max)
     n_tiles = tl.cdiv(count, ROWS)
     start = (i_share * n_tiles.to(tl.int64) // n_share).to(tl.int32)
@@ -233,9 +217,9 @@ def scan_share(
         weights = weights + (tiles,)
         firsts = firsts + (first,)
         totals = totals + (tl.zeros((ROWS, NP), tl.float32),)
-        words_0 = words_0 + (read_words(p_codes + ids * (R * TOKEN_WORDS), i_group + g, HEADS, W, HG, KP),)
+        words_0 = words_0 + (read_words(p_codes + ids * ROW_WORDS, i_group + g, HEADS, W, HG, R, KP),)
         n_head_0 = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
-        scales_0 = scales_0 + (tl.load(p_scales + (ids * (R * HEADS))[:, None] + n_head_0[None, :]),)
+        scales_0 = scales_0 + (tl.load(p_scales + (ids * (R * HEADS))[:, None] + (n_head_0 * R)[None, :]),)
     references = ()
     for g in tl.static_range(GROUPS):
         s_0 = raw_scores(words_0[g], weights[g], firsts[g], SIMD) * decode_scale(scales_0[g])
@@ -254,27 +238,15 @@ def scan_share(
             scales = ()
             for j in tl.static_range(j0, j0 + TOKENS):
                 for g in tl.static_range(GROUPS):
-                    p_token = p_codes + ids * (R * TOKEN_WORDS) + j * TOKEN_WORDS
-                    loaded = loaded + (read_words(p_token, i_group + g, HEADS, W, HG, KP),)
-                if BYTES > 1:
-                    scales = scales + (read_scales(p_scales, ids, j, i_block, R * HEADS, HEADS, BYTES),)
-                elif SHARED:
-                    for g in tl.static_range(GROUPS):
-                        scales = scales + (read_scales(p_scales, ids, j, i_group + g, R * HEADS, HEADS, HG),)
+                    loaded = loaded + (read_words(p_codes + ids * ROW_WORDS + j * W, i_group + g, HEADS, W, HG, R, KP),)
+                    n_head = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
+                    scales = scales + (tl.load(p_scales + (ids * (R * HEADS) + j)[:, None] + (n_head * R)[None, :]),)
             new = ()
             for g in tl.static_range(GROUPS):
                 total = sums[g]
                 for j in tl.static_range(TOKENS):
                     acc = raw_scores(loaded[j * GROUPS + g], weights[g], firsts[g], SIMD)
-                    if BYTES > 1:
-                        scale = decode_scale((scales[j] >> (8 * g)) & 0xFF)[:, None]
-                    elif SHARED:
-                        turn = 8 * tl.minimum(n // Q, HG - 1)
-                        scale = decode_scale((scales[j * GROUPS + g][:, None] >> turn[None, :]) & 0xFF)
-                    else:
-                        n_head = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
-                        at = ids * (R * HEADS) + (j0 + j) * HEADS
-                        scale = decode_scale(tl.load(p_scales + at[:, None] + n_head[None, :]))
+                    scale = decode_scale(scales[j * GROUPS + g])
                     total += tl.exp2(tl.minimum(acc * scale - references[g][None, :], HEADROOM))
                 new = new + (total,)
             sums = new

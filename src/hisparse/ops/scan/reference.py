@@ -29,8 +29,8 @@ def scan_rows(
         ids = table[i, :used].long()
         scores = score_sketch(
             q[i][:, None],
-            codes[ids].view(used, row_size, -1),
-            scales[ids].view(used, row_size, stats.heads),
+            codes[ids].view(used, stats.heads, row_size, -1),
+            scales[ids].view(used, stats.heads, row_size),
             stats,
             scaling,
         )

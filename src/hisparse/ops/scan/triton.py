@@ -16,8 +16,9 @@ import torch
 import triton
 from torch import Tensor
 
-from hisparse.ops.scan import Chosen, reference
-from hisparse.ops.scan.choose import BINS, SHIFT, count_first, lowest_bin, take_first, take_rest
+from hisparse.ops.scan import Chosen
+from hisparse.ops.scan.bins import BINS, SHIFT, lowest_bin
+from hisparse.ops.scan.choose import count_first, take_first, take_rest
 from hisparse.ops.scan.kernels import INTERPRET, combine_shares, scan_share, sum_heads, weigh_queries
 from hisparse.vtq.stats import ChannelStats
 
@@ -57,7 +58,8 @@ def default_tuning(row_size: int) -> Tuning:
 
 @dataclass(frozen=True)
 class Plan:
-    """Head groups of a shape: `shared` heads an operand of `columns` words by `queries` columns, `groups` operands."""
+    """Head groups of a shape: a head has `words` 16-bit words; `shared` heads an operand of `columns` words by `queries`
+    columns, `groups` operands."""
 
     words: int
     shared: int
@@ -66,31 +68,26 @@ class Plan:
     queries: int
 
 
-def supported(head_dim: int, bits: int) -> bool:
-    """True where a head's plane is a whole number of 16-bit words."""
-    return head_dim * bits % 32 == 0
-
-
 @cache
 def plan_heads(heads: int, head_dim: int, bits: int, queries: int, shared: int = 0) -> Plan:
     """`shared` 0: enough heads an operand for its 16 columns, and for eight queries where that takes four heads or
     less."""
-    words = head_dim * bits // 32
-    shared = max(1, min(heads, shared or max(8 // words, min(8 // queries, 4))))
-    columns = max(16, triton.next_power_of_2(2 * shared * words))
+    words = head_dim * bits // 16
+    shared = max(1, min(heads, shared or max(16 // words, min(8 // queries, 4))))
+    columns = max(16, triton.next_power_of_2(shared * words))
     return Plan(words, shared, -(-heads // shared), columns, max(8, triton.next_power_of_2(shared * queries)))
 
 
 def weights(
     q: Tensor, stats: ChannelStats, scaling: float, plan: Plan, strides: tuple[int, int, int], batch: int, queries: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights float16 [batch, groups, 8, columns, queries] and middles float32 [batch, groups, 8, queries] of `q`,
+    """Weights float16 [batch, groups, 6, columns, queries] and middles float32 [batch, groups, 6, queries] of `q`,
     whose query i of KV head h of sequence b begins at b * strides[0] + h * strides[1] + i * strides[2]."""
     basis = stats.query_basis
-    weight = torch.empty(batch, plan.groups, 8, plan.columns, plan.queries, dtype=torch.float16, device=q.device)
-    middle = torch.empty(batch, plan.groups, 8, plan.queries, dtype=torch.float32, device=q.device)
+    weight = torch.empty(batch, plan.groups, 6, plan.columns, plan.queries, dtype=torch.float16, device=q.device)
+    middle = torch.empty(batch, plan.groups, 6, plan.queries, dtype=torch.float32, device=q.device)
     dim = stats.head_dim
-    weigh_queries[(plan.groups, batch, 8)](
+    weigh_queries[(plan.groups, batch, 6)](
         q, basis, weight, middle, float(scaling), *strides, stats.heads, dim, dim, plan.words, plan.shared, queries,
         plan.columns, plan.queries, min(128, triton.next_power_of_2(dim)),
     )  # fmt: skip
@@ -132,8 +129,6 @@ def _scan(
 ) -> Tensor:
     batch, q_heads, dim = q.shape
     heads, width = stats.heads, table.shape[1]
-    if not supported(dim, bits):
-        return reference.scan_rows(q, codes, scales, table, count, stats, scaling, bits)
     worth = torch.empty(batch, width, dtype=torch.float32, device=q.device)
     if not width or not batch:
         return worth
@@ -213,7 +208,7 @@ def scan_and_select(
     tuning: Tuning | None = None,
 ) -> Chosen:
     """See :func:`hisparse.ops.scan.scan_and_select`: the first digits are counted while the heads are summed."""
-    if not supported(q.shape[2], bits) or not len(codes) or not table.numel():
+    if not len(codes) or not table.numel():
         worth = scan_rows(q, codes, scales, table, count, stats, scaling, bits, tuning)
         return select_top(worth, table, count, budget, wanted, tuning)
     base = lowest_bin(q.shape[1], budget)
@@ -267,4 +262,4 @@ def _choose(
     return Chosen(rows, chosen)
 
 
-__all__ = ["Plan", "Tuning", "plan_heads", "scan_and_select", "scan_rows", "select_top", "supported", "weights"]
+__all__ = ["Plan", "Tuning", "plan_heads", "scan_and_select", "scan_rows", "select_top", "weights"]

@@ -25,8 +25,8 @@ from hisparse.ops.scan.kernels import (
     read_weights,
     read_words,
 )
-from hisparse.ops.scan.triton import Plan, supported, weights
-from hisparse.ops.sketch import coordinates, reference
+from hisparse.ops.scan.triton import Plan, weights
+from hisparse.ops.sketch import coordinates
 from hisparse.vtq.stats import ChannelStats
 
 TOKENS = 64
@@ -52,7 +52,8 @@ def _build(
     HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, BD: tl.constexpr,
     T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """W: bytes of a head's plane. Coordinates 0 .. 2 W - 1 get four bits, the next 4 W two."""
+    """W: words of 16 bits of a token and head; p_codes: int16. Coordinates 0 .. 2 W - 1 get four bits, the next 4 W
+    two."""
     i_head = tl.program_id(1)
     t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     m_t = t < n_tokens
@@ -82,17 +83,17 @@ def _build(
     low = _code(coordinate[2], factor, STEP2, 4)
     for s in tl.static_range(1, 4):
         low |= _code(coordinate[2 + s], factor, STEP2, 4) << (2 * s)
-    p_out = p_codes + (t * (2 * HEADS * W) + i_head * W)[:, None] + c[None, :]
-    mask = m_t[:, None] & (c < W)[None, :]
-    tl.store(p_out, high.to(tl.uint8), mask=mask)
-    tl.store(p_out + HEADS * W, low.to(tl.uint8), mask=mask)
-    tl.store(p_scales + t * HEADS + i_head, exponent.to(tl.uint8), mask=m_t)
+    at = (t // R * HEADS + i_head) * R + t % R
+    word = (high | low << 8).to(tl.int16)
+    tl.store(p_codes + (at * W)[:, None] + c[None, :], word, mask=m_t[:, None] & (c < W)[None, :])
+    tl.store(p_scales + at, exponent.to(tl.uint8), mask=m_t)
 
 
 @triton.jit
 def _score(
     p_weight, p_middle, p_offset, p_codes, p_scales, p_out, n_tokens, n_queries,
-    HEADS: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, NP: tl.constexpr, T: tl.constexpr, SIMD: tl.constexpr,
+    HEADS: tl.constexpr, R: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, NP: tl.constexpr, T: tl.constexpr,
+    SIMD: tl.constexpr,
 ):  # fmt: skip
     """p_out float32 [H, queries of a KV head, tokens]; p_offset float32 [H, queries]: the mean key's share."""
     i_head, i_block = tl.program_id(1), tl.program_id(2)
@@ -100,8 +101,9 @@ def _score(
     m_t = t < n_tokens
     known = tl.minimum(t, n_tokens - 1)
     tiles, first = read_weights(p_weight, p_middle, i_block * HEADS + i_head, KP, NP)
-    words = read_words(p_codes.to(tl.pointer_type(tl.int16)) + known * (2 * HEADS * W), i_head, HEADS, W, 1, KP)
-    scale = decode_scale(tl.load(p_scales + known * HEADS + i_head)) * LN2
+    at = known // R * (HEADS * R) + known % R  # of head 0
+    words = read_words(p_codes.to(tl.pointer_type(tl.int16)) + at * W, i_head, HEADS, W, 1, R, KP)
+    scale = decode_scale(tl.load(p_scales + at + i_head * R)) * LN2
     n = i_block * NP + tl.arange(0, NP)
     m_n = n < n_queries
     at = i_head.to(tl.int64) * n_queries + n
@@ -113,17 +115,17 @@ def _score(
 def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.ops.sketch.build_sketch`."""
     n, rows, heads, dim = keys.shape
-    width = coordinates(dim, bits)[0] // 2
+    words = coordinates(dim, bits)[0] // 2
     if keys.stride(3) != 1:
         keys = keys.contiguous()
-    codes = torch.empty(n, rows, 2 * heads * width, dtype=torch.uint8, device=keys.device)
-    scales = torch.empty(n, rows, heads, dtype=torch.uint8, device=keys.device)
+    codes = torch.empty(n, heads, rows, 2 * words, dtype=torch.uint8, device=keys.device)
+    scales = torch.empty(n, heads, rows, dtype=torch.uint8, device=keys.device)
     if not codes.numel():
         return codes, scales
     tokens = n * rows
     _build[(-(-tokens // TOKENS), heads)](
-        keys, stats.k_mean, stats.sketch_basis.contiguous(), codes, scales, tokens, keys.stride(0), keys.stride(1),
-        keys.stride(2), heads, dim, rows, width, max(16, triton.next_power_of_2(width)), 32, TOKENS,
+        keys, stats.k_mean, stats.sketch_basis.contiguous(), codes.view(torch.int16), scales, tokens, keys.stride(0), keys.stride(1),
+        keys.stride(2), heads, dim, rows, words, max(16, triton.next_power_of_2(words)), 32, TOKENS,
         "ieee" if INTERPRET else "tf32x3",
     )  # fmt: skip
     return codes, scales
@@ -132,10 +134,7 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
 def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float) -> Tensor:
     """See :func:`hisparse.ops.sketch.score_sketch`."""
     q_heads, chunk, dim = queries.shape
-    n, rows, heads = scales.shape
-    bits = 8 * codes.shape[2] // (heads * dim)
-    if not supported(dim, bits):
-        return reference.score_sketch(queries, codes, scales, stats, scaling)
+    n, heads, rows, width = codes.shape
     tokens, count = n * rows, q_heads // heads * chunk
     out = torch.empty(q_heads, chunk, tokens, dtype=torch.float32, device=queries.device)
     if not out.numel():
@@ -145,12 +144,12 @@ def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelS
     q = queries.reshape(heads, count, dim).float()
     offset = torch.einsum("hcd,hd->hc", q, stats.k_mean) * scaling
     q = torch.nn.functional.pad(q, (0, 0, 0, blocks * block - count)).contiguous()
-    words = dim * bits // 32
-    plan = Plan(words, 1, heads, max(16, triton.next_power_of_2(2 * words)), block)
+    words = width // 2
+    plan = Plan(words, 1, heads, max(16, triton.next_power_of_2(words)), block)
     weight, middle = weights(q, stats, scaling, plan, (block * dim, q.stride(0), dim), blocks, block)
     options = {} if INTERPRET else {"num_warps": 2}
     _score[(-(-tokens // TOKENS), heads, blocks)](
-        weight, middle, offset.contiguous(), codes.contiguous(), scales.contiguous(), out, tokens, count, heads, words,
-        plan.columns, block, TOKENS, not INTERPRET, **options,
+        weight, middle, offset.contiguous(), codes.contiguous(), scales.contiguous(), out, tokens, count, heads, rows,
+        words, plan.columns, block, TOKENS, not INTERPRET, **options,
     )  # fmt: skip
     return out

@@ -7,7 +7,8 @@ the next piece needs. Importance estimates the probability that a token belongs 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from hisparse.errors import ModelError
 from hisparse.tlif.network import Tlif
 from hisparse.tlif.statistics import STATISTICS, previous_rows, window_statistics
+
+if TYPE_CHECKING:
+    from hisparse.tlif.fused import FusedWeights
 
 _SLICE = 1 << 15  # tokens scored at a time: bounds the work space on prompts of a million tokens
 _TENTH = 9  # u ** 9 of a uniform u has mean 1/10: a score without training, calibrated in the mean
@@ -86,6 +90,20 @@ class TlifScorer:
         self._weights = {
             torch.device("cpu"): tuple(p.detach().to("cpu", torch.float32).contiguous() for p in parameters)
         }
+        self._kernel: dict[torch.device, FusedWeights] = {}
+
+    def _fused(self, values: Tensor) -> FusedWeights | None:
+        """The weights as the GPU's kernel reads them, where it serves rows like `values`."""
+        device = values.device
+        if device.type != "cuda" or find_spec("triton") is None:
+            return None
+        from hisparse.tlif.fused import FusedWeights, serves
+
+        if not serves(values, self.prefix_length):
+            return None
+        if device not in self._kernel:
+            self._kernel[device] = FusedWeights(*self._on(device))
+        return self._kernel[device]
 
     def _on(self, device: torch.device) -> tuple[Tensor, ...]:
         if device not in self._weights:
@@ -96,6 +114,11 @@ class TlifScorer:
     def score(self, values: Tensor, state: ScorerState | None) -> tuple[Tensor, ScorerState]:
         _check(values, self.features, self.name)
         state = state or ScorerState(_no_rows(values))
+        kernel = self._fused(values)
+        if kernel is not None and state.recent.dtype == values.dtype:
+            importance = kernel.importance(values, state.recent, self.prefix_length)
+            recent = _advance(values, state.recent, self.prefix_length)
+            return importance, ScorerState(recent, state.seen + values.shape[0])
         first, first_bias, second, second_bias = self._on(values.device)
         recent, parts, width = state.recent, [], self.features
         for piece in torch.split(values, _SLICE):

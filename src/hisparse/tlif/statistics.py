@@ -19,7 +19,8 @@ STATISTICS = (
 )
 _EPS = 1e-12
 _OUTSIDE = -2.0  # below any cosine: what lies outside a window is nobody's nearest
-_GROUP_VALUES = 1 << 21  # float32 values of work space at a time (8 MiB)
+_GROUP_VALUES = 1 << 21  # float32 values of work space at a time (8 MiB, which a CPU's cache holds) ...
+_GROUP_VALUES_CUDA = 1 << 25  # ... and on a GPU, which needs long launches
 
 
 def previous_rows(values: Tensor, recent: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ def window_statistics(values: Tensor, recent: Tensor, prefix: int) -> Tensor:
     # Query i of a block sees slots i .. i + prefix - 1 of the block's span.
     slot = torch.arange(prefix + block, device=unit.device) - torch.arange(block, device=unit.device).unsqueeze(1)
     band = ((slot >= 0) & (slot < prefix)).to(unit.dtype)
-    group = max(1, _GROUP_VALUES // ((prefix + block) * (features + block)))
+    room = _GROUP_VALUES_CUDA if unit.is_cuda else _GROUP_VALUES
+    group = max(1, room // ((prefix + block) * (features + block)))
     parts = []
     for start in range(0, blocks, group):
         low, high = start * block, min(start + group, blocks) * block

@@ -1,0 +1,80 @@
+"""TLIF's GPU kernel against the network in float64; in the interpreter without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hisparse.tlif.network import Tlif
+from hisparse.tlif.scorer import TlifScorer
+from hisparse.tlif.statistics import network_inputs
+
+fused = pytest.importorskip("hisparse.tlif.fused")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def network_and_rows(features: int, rows: int, seed: int) -> tuple[Tlif, torch.Tensor]:
+    torch.manual_seed(seed)
+    network = Tlif(features)
+    with torch.no_grad():
+        network.first.weight.mul_(3)
+    return network, (torch.randn(rows, features) + torch.randn(features)).bfloat16()
+
+
+def exact(network: Tlif, values: torch.Tensor, recent: torch.Tensor, prefix: int) -> torch.Tensor:
+    with torch.no_grad():
+        inputs = network_inputs(values.double(), recent.double(), prefix)
+        logits = torch.nn.functional.linear(inputs, network.first.weight.double(), network.first.bias.double())
+        hidden = torch.nn.functional.gelu(logits)
+        second = torch.nn.functional.linear(hidden, network.second.weight.double(), network.second.bias.double())
+        return second.squeeze(1).sigmoid()
+
+
+def weights_of(network: Tlif) -> object:
+    parameters = (network.first.weight, network.first.bias, network.second.weight, network.second.bias)
+    return fused.FusedWeights(*(p.detach().to(DEVICE) for p in parameters))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    features=st.sampled_from([40, 64, 96, 128]),
+    prefix=st.sampled_from([1, 16, 128, 192]),
+    tokens=st.integers(0, 200),
+    past=st.integers(0, 192),
+    seed=st.integers(0, 2**31),
+)
+def test_importance_is_the_networks(features: int, prefix: int, tokens: int, past: int, seed: int) -> None:
+    past = min(past, prefix)
+    network, rows = network_and_rows(features, past + tokens, seed)
+    recent, values = rows[:past], rows[past:]
+    found = weights_of(network).importance(values.to(DEVICE), recent.to(DEVICE), prefix)  # type: ignore[attr-defined]
+    torch.testing.assert_close(found.cpu().double(), exact(network, values, recent, prefix), rtol=0, atol=2e-6)
+
+
+def test_rows_of_zeros_and_single_rows_have_importance_too() -> None:
+    network, rows = network_and_rows(64, 70, 1)
+    rows[10:30] = 0
+    want = exact(network, rows, rows[:0], 16)
+    found = weights_of(network).importance(rows.to(DEVICE), rows[:0].to(DEVICE), 16)  # type: ignore[attr-defined]
+    torch.testing.assert_close(found.cpu().double(), want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the scorer takes the kernel on a GPU only")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scoring_on_the_gpu_in_pieces_is_scoring_at_once_on_the_cpu(dtype: torch.dtype) -> None:
+    network, rows = network_and_rows(128, 3000, 2)
+    scorer, rows = TlifScorer(network, 128), rows.to(dtype)
+    want, _ = scorer.score(rows, None)
+    state, parts = None, []
+    for piece in rows.to(DEVICE).split([1, 700, 128, 2171]):
+        part, state = scorer.score(piece, state)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts).cpu(), want, rtol=0, atol=1e-5)
+
+
+def test_only_bfloat16_rows_and_windows_that_fit_are_taken() -> None:
+    assert fused.serves(torch.zeros(1, 8, dtype=torch.bfloat16), 192)
+    assert not fused.serves(torch.zeros(1, 8, dtype=torch.bfloat16), 193)
+    assert not fused.serves(torch.zeros(1, 8), 128)

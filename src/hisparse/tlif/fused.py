@@ -143,7 +143,8 @@ class FusedWeights:
         options: dict[str, Any] = {} if INTERPRET else {"num_warps": 8, "num_stages": 2}
         _importance[(-(-tokens // QUERIES),)](
             rows, norm, self.first, self.statistics, self.bias, self.second, out, past, tokens, prefix,
-            self.second_bias, self.features, triton.next_power_of_2(prefix + QUERIES), self.hidden, QUERIES, FEATURES, **options,
+            self.second_bias, self.features, triton.next_power_of_2(prefix + QUERIES), self.hidden, QUERIES, FEATURES,
+            **options,
         )  # fmt: skip
         return out
 

@@ -30,9 +30,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWINS: list[Any] = [reference]
 if importlib.util.find_spec("triton") is not None:
-    from hisparse.ops.attend import cuda, kernels
+    from hisparse.ops.attend import kernels
+    from hisparse.ops.attend import triton as sliced
 
-    TWINS.append(cuda)
+    TWINS.append(sliced)
 
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda m: m.__name__.rsplit(".", 1)[-1])
 

@@ -92,7 +92,7 @@ def error_of(past: Past, packed: list[Packed], q: Tensor, k: Tensor, v: Tensor, 
 
 def dense_calls(past: Past, q: Tensor, k: Tensor, v: Tensor, context: int) -> dict[str, Callable[[], Any]]:
     """Dense attention of the same tokens: flash as PyTorch offers it, and the past by cuDNN joined as this op does."""
-    from hisparse.ops.attend import cuda
+    from hisparse.ops.attend import triton as sliced
 
     keys, values = (torch.cat([a[:, :context], b], 1) for a, b in ((past.layer.k, k), (past.layer.v, v)))
     flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -100,8 +100,8 @@ def dense_calls(past: Past, q: Tensor, k: Tensor, v: Tensor, context: int) -> di
 
     def cudnn() -> None:
         grouped = q.reshape(k.shape[0], -1, q.shape[2])
-        cuda.partial_attention(grouped, keys[:, :before], values[:, :before], past.scaling, "cudnn")
-        cuda.causal_attention(q, k, v, past.scaling, "flash")
+        sliced.partial_attention(grouped, keys[:, :before], values[:, :before], past.scaling, "cudnn")
+        sliced.causal_attention(q, k, v, past.scaling, "flash")
 
     # The causal mask of this operation is aligned to the lower right, as torch.nn.attention.bias uses it.
     return {
@@ -117,7 +117,7 @@ def run(
 
     pinned: bytes a second from pinned memory. Raises WrongResult.
     """
-    from hisparse.ops.attend import cuda
+    from hisparse.ops.attend import triton as sliced
 
     shape = SHAPES[name]
     layer = make_layer(shape, context + chunk, device)
@@ -133,14 +133,14 @@ def run(
         shared |= {"dense_cudnn_ms": round(dense["cudnn"], 4)}
 
         def attend(packed: list[Packed], library: Any = None, past: Past = past) -> Tensor:
-            return cuda.attend(q, k, v, past.dense_k, past.dense_v, packed, layer.stats, past.scaling, library)
+            return sliced.attend(q, k, v, past.dense_k, past.dense_v, packed, layer.stats, past.scaling, library)
 
         where = "scattered rows" if scattered else "adjacent rows"
         for library in (None, "flash"):
             packed = past.everything()
             error = check(f"prefill {name}", error_of(past, packed, q, k, v, attend(packed, library)), TOLERANCE)
             ms = event_ms(lambda p=packed, x=library, f=attend: f(p, x))  # type: ignore[misc]
-            used = library or cuda.choose_library(q, chunk)
+            used = library or sliced.choose_library(q, chunk)
             yield make_row(
                 "prefill-full", name, context, ms, what=f"chunk {chunk}, {where}, {used}", error=error,
                 bytes=past.pool.nbytes, pinned_fraction=round(past.pool.nbytes / pinned / ms * 1e3, 3), **shared,

@@ -73,9 +73,7 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> tu
 
 
 @triton.jit
-def _gather(
-    p_addresses, p_ids, p_out, n_rows, n_line, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr
-):
+def _gather(p_addresses, p_ids, p_out, n_rows, n_line, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """p_out int32 [n_rows, WORDS] of rows in the host's memory, row r in line r % n_line of segment r // n_line."""
     r = tl.arange(0, ROWS)
     w = tl.arange(0, WIDE)

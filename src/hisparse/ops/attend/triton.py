@@ -1,4 +1,4 @@
-"""Attention of a chunk on CUDA by the library's fused attention, slice by slice over the packed past.
+"""Attention of a chunk by PyTorch's fused attention, slice by slice over the packed past, joined by Triton kernels.
 
     out, lse = attention of the queries over one slice;   combine: weights exp(lse - max), renormalised
 

@@ -147,7 +147,8 @@ class Watcher:
             (aside_at, rows, store.rows, store.row_format),
         ):
             if len(ids):
-                new_k, new_v = unpack_pages(pool.data[torch.tensor(ids)], store.stats, fmt, torch.float32)
+                pages = pool.read(torch.tensor(ids), store.device)
+                new_k, new_v = unpack_pages(pages, store.stats, fmt, torch.float32)
                 k[:, at] = new_k.flatten(0, 1).transpose(0, 1).double().numpy()
                 v[:, at] = new_v.flatten(0, 1).transpose(0, 1).double().numpy()
                 assert not held[at].any()

@@ -187,11 +187,12 @@ class BatchedDecode:
         if not any(step.hot) or isinstance(pool, Tensor):
             self.drop_hot()
         else:
+            capacity = store.row_ids.capacity
             with torch.inference_mode(False):  # tensors made in inference mode could not be written outside it
                 if self.hot is None or self.hot.sizes != step.hot:
                     self.drop_hot()
-                    self.hot = HotBuffer.empty(step.hot, pool.row_bytes, pool.capacity, store.device)
-                self.hot = self.hot.with_rows(pool.capacity)
+                    self.hot = HotBuffer.empty(step.hot, pool.row_bytes, capacity, store.device)
+                self.hot = self.hot.with_rows(capacity)
         return RecallRows(
             store.sketch_codes.data,
             store.sketch_scales.data,

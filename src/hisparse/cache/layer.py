@@ -100,7 +100,7 @@ class LayerStore:
         chunk = q.shape[1]
         wanted = -(-self.geometry.config.selection.budget(view.length + chunk) // row_size)
         if self._reads_everything(chunk, wanted, rows):
-            packed = [*kept, *self._all_rows(view)]
+            packed = [*kept, self._all_rows(view)]
             self.recalled.count(chunk, rows, row_size, self.row_format.page_bytes)
             return attend(q, k, v, dense_k, dense_v, packed, self.stats, scaling)
         if chunk == 1:
@@ -152,11 +152,11 @@ class LayerStore:
             )
         return torch.cat(pieces, dim=1)
 
-    def _all_rows(self, view: View) -> list[Packed]:
+    def _all_rows(self, view: View) -> Packed:
         """Every row of a sequence, where it lies."""
         if isinstance(self.rows, HostPool):
-            return [Packed(data, self.row_format, ids) for data, ids in self.rows.parts(view.host_rows)]
-        return [Packed(self.rows.data, self.row_format, view.rows)]
+            return Packed(self.rows.source, self.row_format, view.host_rows)
+        return Packed(self.rows.data, self.row_format, view.rows)
 
     def _choose(self, q: Tensor, row: int, view: View, wanted: int, scaling: float) -> Tensor:
         """int64: the rows that one step recalls; those of the last scan where this step makes none."""

@@ -152,11 +152,6 @@ class HostPool:
             return torch.empty((0, self.page_bytes), dtype=torch.uint8, device=device)
         return gather_rows(self.source, ids.int()[None]).to(device)
 
-    def parts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The segments that hold rows `ids` int64 [n] on the host, with the lines of those rows in each."""
-        segment, line = ids // self.per_segment, ids % self.per_segment
-        return [(self._segments[i], line[segment == i]) for i in sorted(set(segment.tolist()))]
-
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: addresses are not copied, and the device must have written all."""
         if self.device.type == "cuda":

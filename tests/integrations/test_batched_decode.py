@@ -1,0 +1,243 @@
+"""Decode steps of the whole batch at once: the same attention as sequence by sequence, from tables, through the hot
+buffer. On a CPU they run through the reference operations, and once through the kernels' interpreter."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hf_tools import PREFIX, VOCAB, Watcher, cache_for, greedy, left_padded, prompt, settings_of, tiny
+from test_packed_cache import READS_EVERYTHING, talk
+from torch import Tensor
+
+import hisparse.cache.decode
+import hisparse.cache.layer
+import hisparse.integrations.transformers.cache as integration
+from hisparse.cache.decode import BatchedDecode
+from hisparse.config import HiSparseConfig
+from hisparse.errors import FormatError
+
+FEW = {"min_tokens": 24, "root_factor": 0.0}
+
+
+def always(device: torch.device, geometry: Any) -> bool:
+    return True
+
+
+@pytest.fixture
+def batched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integration, "batched", always)
+
+
+def converse(model: Any, cache: Any, batch: int = 2, seed: int = 1, new: int = 60) -> Tensor:
+    """Logits [B, T, V] of a prefill in pieces, steps, a question, and more steps."""
+    ids = prompt(150 + new, batch, seed)
+    with torch.no_grad():
+        found = [
+            model(piece, past_key_values=cache).logits
+            for piece in ids.split([100, 40, *[1] * (new - 10), 10, *[1] * 10], 1)
+        ]
+    cache.check_integrity()
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", list(READS_EVERYTHING))
+def test_attention_is_softmax_over_what_is_held(name: str, batched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, model = Watcher().install(monkeypatch), tiny()
+    steps: list[int] = []
+    original = BatchedDecode.attend
+    monkeypatch.setattr(BatchedDecode, "attend", lambda *args: [steps.append(1), original(*args)][1])
+    cache = cache_for(model, READS_EVERYTHING[name])
+    talk(model, cache)
+    assert watcher.compared == 190 * 2
+    assert len(steps) == 3 * 2  # three single tokens in two layers
+
+
+def test_attention_of_a_padded_batch(batched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    watcher, model = Watcher().install(monkeypatch), tiny()
+    ids, mask = left_padded([prompt(n, seed=n)[0] for n in (40, 130, 77)])
+    cache = cache_for(model, settings_of(selection={"min_tokens": 4096}))
+    greedy(model, ids, cache, 20, attention_mask=mask)
+    assert watcher.compared == 2 * (40 + 130 + 77 + 3 * 19)
+    cache.check_integrity()
+
+
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "hot buffer": {},
+    "no hot buffer": {"hot_factor": 0.0},
+    "a hot buffer of one step": {"hot_factor": 1.0},
+    "rows on the device": {"rows": "device"},
+    "a scan every three steps": {"scan_interval": 3},
+    "a scan every three steps, no hot buffer": {"scan_interval": 3, "hot_factor": 0.0},
+    "a scan every two steps, rows on the device": {"scan_interval": 2, "rows": "device"},
+    "one bit, rows of eight": {"sketch_bits": 1, "row_size": 8},
+}
+
+
+@pytest.mark.parametrize("name", list(SELECTIONS))
+@pytest.mark.parametrize("batch", [1, 3])
+def test_same_as_sequence_by_sequence(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings_of(selection={**FEW, **SELECTIONS[name]}, prefill={"recall_max_tokens": 4})
+    found, reports = [], []
+    for at_once in (False, True):
+        monkeypatch.setattr(integration, "batched", lambda device, geometry, on=at_once: on)
+        model = tiny()
+        cache = cache_for(model, config)
+        found.append(converse(model, cache, batch))
+        reports.append(cache.report())
+    assert torch.allclose(*found, atol=2e-3 * float(found[0].abs().max()))
+    plain, ours = reports
+    assert plain.tokens == ours.tokens
+    counts = dict(ours.recall)
+    hits, misses = counts.pop("hot_hits", 0), counts.pop("hot_misses", 0)
+    assert counts == plain.recall
+    hot = config.selection.rows == "host" and config.selection.hot_factor > 0
+    assert (ours.device["hot"] > 0) == (hot or config.selection.scan_interval > 1)
+    if hot:
+        # Steps were recalled through the buffer; the question's chunk reads all rows past it.
+        assert 0 < misses < hits
+        assert hits + misses <= counts["rows"]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_sketches_are_scanned_every_so_many_steps(
+    at_once: bool, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "batched", lambda device, geometry: at_once)
+    scans: list[int] = []
+    module, name = (hisparse.cache.decode, "scan_and_select") if at_once else (hisparse.cache.layer, "select_rows")
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kw: [scans.append(1), original(*args, **kw)][1])
+    model = tiny(num_hidden_layers=1)
+    cache = cache_for(model, settings_of(selection={**FEW, "scan_interval": interval}))
+    with torch.no_grad():
+        model(prompt(150), past_key_values=cache)
+        for step in range(9):
+            model(prompt(1, seed=step), past_key_values=cache)
+            assert len(scans) == step // interval + 1
+        model(prompt(200, seed=3), past_key_values=cache)  # a longer chunk ends the run
+        before = len(scans)
+        model(prompt(1), past_key_values=cache)
+        assert len(scans) == before + 1
+
+
+def test_rows_set_aside_since_the_last_scan_join_at_the_next(batched: None) -> None:
+    model = tiny(num_hidden_layers=1)
+    cache = cache_for(
+        model, settings_of(selection={**FEW, "scan_interval": 50}, budget={"min_keep": 0.0, "max_keep": 0.0})
+    )
+    with torch.no_grad():
+        model(prompt(150), past_key_values=cache)
+        seen = []
+        for step in range(51):
+            model(prompt(1, seed=step), past_key_values=cache)
+            decode = cache.stores[0].decode
+            assert decode is not None
+            assert decode.chosen is not None
+            seen.append(set(decode.chosen.rows[0, : int(decode.chosen.number[0])].tolist()))
+    old = set(range(-(-150 // 4) - PREFIX // 4))
+    assert all(rows == seen[0] for rows in seen[:50])
+    assert seen[0] <= old
+    assert not seen[50] <= old
+
+
+def test_copies_go_their_own_way(batched: None) -> None:
+    model = tiny()
+    cache = cache_for(model, settings_of(selection=FEW))
+    first = converse(model, cache, 1)
+    for fork in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        a, b = (converse(model, c, 1, seed=5, new=20) for c in (fork, copy.deepcopy(cache)))
+        assert torch.equal(a, b)
+        fork.check_integrity()
+    assert torch.equal(converse(model, cache, 1, seed=5, new=20), a)
+    cache.reset()
+    assert torch.equal(converse(model, cache, 1), first)
+
+
+def test_bytes_reported_are_those_of_the_tensors_on_the_device(batched: None) -> None:
+    model = tiny()
+    config = settings_of(selection={**FEW, "scan_interval": 2})
+    cache = cache_for(model, config)
+    converse(model, cache, 2)
+    report, store = cache.report(), cache.stores[1]
+    assert store.decode is not None
+    hot, tables = store.decode.hot, cache.shared.tables
+    assert hot is not None
+    parts = (hot.buffer, hot.owner, hot.stamp, hot.slot_of, hot.first, hot.clock, hot.counters)
+    chosen = store.decode.chosen.rows.nbytes + store.decode.brought.table.nbytes
+    assert report.device["hot"] == 2 * (sum(p.untyped_storage().nbytes() for p in parts) + chosen)
+    assert report.device["tables"] == sum(
+        t.untyped_storage().nbytes() for t in (tables.pages, tables.rows, tables.faults)
+    )
+    assert sum(report.device.values()) == report.gpu_bytes
+    assert report.host_bytes == sum(s.rows.nbytes for s in cache.stores)
+
+
+@pytest.mark.parametrize("capacity", [5.0, 6.5])
+def test_hot_buffers_count_against_the_target(capacity: float, batched: None) -> None:
+    model = tiny().to(torch.bfloat16)
+    config = settings_of(
+        budget={"capacity": capacity, "min_keep": 0.0, "max_keep": 1.0}, tlif={"threshold_base": 0.01},
+        selection={"min_tokens": 64, "root_factor": 0.0},
+    )  # fmt: skip
+    cache = cache_for(model, config)
+    with torch.no_grad():
+        model(prompt(4000), past_key_values=cache)
+        for step in range(40):
+            model(prompt(1, seed=step), past_key_values=cache)
+    report = cache.report()
+    assert report.device["hot"] > 2 * 64 * cache.geometry.row_format.page_bytes
+    assert capacity <= report.capacity < 1.1 * capacity
+    cache.check_integrity()
+
+
+def test_what_cannot_be_packed_is_reported_at_the_next_step(batched: None) -> None:
+    model = tiny()
+    cache = cache_for(model, settings_of())
+    with torch.no_grad():
+        model(prompt(80), past_key_values=cache)
+        cache.shared.tables.faults += 3
+        with pytest.raises(FormatError, match="3 blocks of keys or values .* held inf, NaN .* try bfloat16"):
+            model(prompt(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_kernels_give_what_the_reference_gives(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the kernels' own tests run on the GPU")
+    found = []
+    for backend in ("reference", "triton"):
+        monkeypatch.setattr(integration, "batched", always)
+        monkeypatch.setenv("HISPARSE_BACKEND", "reference")
+        model = tiny(num_hidden_layers=1, head_dim=64)
+        cache = cache_for(model, settings_of(selection=FEW))
+        with torch.no_grad():
+            model(prompt(60, batch), past_key_values=cache)
+            monkeypatch.setenv("HISPARSE_BACKEND", backend)
+            out = [model(prompt(1, batch, seed=i), past_key_values=cache).logits for i in range(5)]
+        cache.check_integrity()
+        found.append(torch.cat(out, 1))
+    assert torch.allclose(*found, atol=5e-3 * float(found[0].abs().max()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("rows", ["host", "device"])
+def test_tokens_on_a_gpu_are_those_on_the_cpu(rows: str) -> None:
+    config = HiSparseConfig(
+        tlif={"scorer": "random", "prefix_length": PREFIX}, selection={**FEW, "rows": rows}, budget={"capacity": None}
+    )
+    ids, mask = left_padded([prompt(n, seed=n)[0] for n in (140, 230)])
+    found = []
+    for device in ("cpu", "cuda"):
+        model = tiny(head_dim=64).to(device)
+        cache = cache_for(model, config)
+        assert cache.geometry.batched == (device == "cuda")
+        found.append(greedy(model, ids.to(device), cache, 12, attention_mask=mask.to(device)).cpu())
+        cache.check_integrity()
+        assert int(found[-1].max()) < VOCAB
+    assert torch.equal(*found)

@@ -45,7 +45,7 @@ def choose_library(q: Tensor, chunk: int) -> Library:
     if q.dtype not in (torch.float16, torch.bfloat16) or dim % 8 or dim > 256:
         return "plain"
     if dim in (64, 128) and chunk % PLAN_QUERIES == 0 and torch.cuda.get_device_capability(q.device)[0] >= 9:
-        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        version = torch.backends.cudnn.version()
         if version is not None and version >= 90100:
             return "cudnn"
     return "flash"
@@ -163,7 +163,7 @@ class _Host:
         else:
             with torch.cuda.stream(self.stream):
                 self._copy(piece, target)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event = torch.cuda.Event()
                 event.record(self.stream)
         self.ready.append((target, event))
 
@@ -208,7 +208,7 @@ _SIDE: dict[torch.device, torch.cuda.Stream] = {}
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _SIDE:
-        _SIDE[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        _SIDE[device] = torch.cuda.Stream(device, priority=-1)
     return _SIDE[device]
 
 

@@ -1,6 +1,9 @@
-"""The batched scan and the selection: the Triton twin, in the interpreter without a GPU, against float64."""
+"""The batched scan and the selection, against float64: the Triton twin, in the interpreter without a GPU, and on a GPU
+that can run it the CUDA C++ twin."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -8,12 +11,26 @@ import torch
 from scan_tools import make_stats, oracle_scores, oracle_worth
 
 from hisparse.errors import FormatError
+from hisparse.ops._cuda import can_run
 from hisparse.ops.scan import Chosen, scan_rows, select_top
+from hisparse.ops.scan import cuda as compiled
 from hisparse.ops.scan import reference as plain
 
-twin = pytest.importorskip("hisparse.ops.scan.triton")
+triton_twin = pytest.importorskip("hisparse.ops.scan.triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = twin.Tuning(rows=16, programs=2, sum_rows=64, take_rows=64)
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu" or not can_run(None), reason="needs a GPU of compute capability 9.0")
+
+
+@pytest.fixture(params=["triton", pytest.param("cuda", marks=needs_gpu)])
+def twin(request: pytest.FixtureRequest) -> ModuleType:
+    return triton_twin if request.param == "triton" else compiled
+
+
+def small(twin: ModuleType):
+    """Many programs for few rows."""
+    if twin is compiled:
+        return compiled.Tuning(warps=2, stages=2, chunk=1024)
+    return triton_twin.Tuning(rows=16, programs=2, sum_rows=64, take_rows=64)
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +88,10 @@ CASES = [  # heads, head_dim, queries, bits, row_size, counts, width
 
 
 @pytest.mark.parametrize(("heads", "dim", "queries", "bits", "row_size", "counts", "width"), CASES)
-def test_worth_agrees_with_float64(heads, dim, queries, bits, row_size, counts, width) -> None:
+def test_worth_agrees_with_float64(heads, dim, queries, bits, row_size, counts, width, twin) -> None:
     case = make_case(heads, dim, queries, bits, row_size, counts, width)
     scaling = 0.3 * dim**-0.5
-    worth = twin.scan_rows(*case, scaling, bits, SMALL).cpu().double().numpy()
+    worth = twin.scan_rows(*case, scaling, bits, small(twin)).cpu().double().numpy()
     expected = expected_worth(*case, scaling, bits)
     assert np.array_equal(np.isneginf(worth), np.isneginf(expected))
     used = np.isfinite(expected)
@@ -83,20 +100,20 @@ def test_worth_agrees_with_float64(heads, dim, queries, bits, row_size, counts, 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.01, 4.0])
-def test_worth_of_flat_and_of_peaked_attention(temperature: float) -> None:
+def test_worth_of_flat_and_of_peaked_attention(temperature: float, twin: ModuleType) -> None:
     case = make_case(2, 64, 2, 2, 4, [50], 50)
     scaling = temperature * 64**-0.5
-    worth = twin.scan_rows(*case, scaling, 2, SMALL).cpu().double().numpy()
+    worth = twin.scan_rows(*case, scaling, 2, small(twin)).cpu().double().numpy()
     expected = expected_worth(*case, scaling, 2)
     assert np.abs(worth - expected).max() < 1e-2 * expected.max()
 
 
-def test_a_row_beyond_the_range_is_still_the_best() -> None:
-    """Scores far above those of a share's first tile are clipped: the row wins, and nothing overflows."""
-    q, codes, scales, table, count, stats = make_case(1, 64, 1, 2, 4, [60], 60)
+def test_a_row_beyond_the_range_is_still_the_best(twin: ModuleType) -> None:
+    """Scores far above those that attention is summed relative to are clipped: the row wins, and nothing overflows."""
+    q, codes, scales, table, count, stats = make_case(1, 64, 1, 2, 4, [600], 600)
     scales.fill_(110)
-    scales[table[0, 40].long()] = 250
-    worth = twin.scan_rows(q, codes, scales, table, count, stats, 1.0, 2, SMALL).cpu()[0]
+    scales[table[0, 40].long()] = 250  # not among the first rows, nor among those sampled
+    worth = twin.scan_rows(q, codes, scales, table, count, stats, 1.0, 2, small(twin)).cpu()[0]
     assert worth.isfinite().all()
     assert worth.argmax() == 40
 
@@ -135,30 +152,30 @@ def make_worth(counts: list[int], width: int, kind: str, seed: int = 0):
 
 @pytest.mark.parametrize("kind", ["plain", "narrow", "equal", "zeros", "wide"])
 @pytest.mark.parametrize("budget", [1, 63, 200])
-def test_the_best_rows_are_chosen(kind: str, budget: int) -> None:
+def test_the_best_rows_are_chosen(kind: str, budget: int, twin: ModuleType) -> None:
     worth, table, count = make_worth([123, 0, 1000], 1000, kind)
-    chosen = chosen_sets(twin.select_top(worth, table, count, budget, None, SMALL))
+    chosen = chosen_sets(twin.select_top(worth, table, count, budget, None, small(twin)))
     assert chosen == chosen_sets(plain.select_top(worth, table, count, budget, None))
 
 
-def test_each_sequence_has_a_budget_of_its_own() -> None:
+def test_each_sequence_has_a_budget_of_its_own(twin: ModuleType) -> None:
     worth, table, count = make_worth([123, 77, 123, 5], 123, "plain")
     wanted = torch.tensor([0, 5, 99, 99], dtype=torch.int32, device=DEVICE)
-    result = twin.select_top(worth, table, count, 64, wanted, SMALL)
+    result = twin.select_top(worth, table, count, 64, wanted, small(twin))
     assert result.number.tolist() == [0, 5, 64, 5]
     assert chosen_sets(result) == chosen_sets(plain.select_top(worth, table, count, 64, wanted))
 
 
-def test_scan_and_select_is_both_in_turn() -> None:
+def test_scan_and_select_is_both_in_turn(twin: ModuleType) -> None:
     case = make_case(2, 64, 2, 2, 4, [50, 3], 50)
     budget, scaling = 9, 0.05
-    worth = twin.scan_rows(*case, scaling, 2, SMALL)
-    separate = twin.select_top(worth, case[3], case[4], budget, None, SMALL)
-    together = twin.scan_and_select(*case, scaling, 2, budget, None, SMALL)
+    worth = twin.scan_rows(*case, scaling, 2, small(twin))
+    separate = twin.select_top(worth, case[3], case[4], budget, None, small(twin))
+    together = twin.scan_and_select(*case, scaling, 2, budget, None, small(twin))
     assert chosen_sets(together) == chosen_sets(separate)
 
 
-def test_no_rows_at_all() -> None:
+def test_no_rows_at_all(twin: ModuleType) -> None:
     q, codes, scales, table, count, stats = make_case(2, 64, 2, 2, 4, [0, 0], 0)
     assert twin.scan_rows(q, codes, scales, table, count, stats, 1.0, 2).shape == (2, 0)
     chosen = twin.scan_and_select(q, codes[:0], scales[:0], table, count, stats, 1.0, 2, 4, None)

@@ -8,73 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.bench.data import CHUNK, Layer, float64_attention, make_layer, pages_of
+from hisparse.bench.data import float64_attention, make_layer
 from hisparse.bench.measure import check, event_ms
+from hisparse.bench.past import Past
 from hisparse.bench.results import make_row
 from hisparse.bench.shapes import SHAPES
-from hisparse.bench.twins import twin
-from hisparse.cache.geometry import Geometry
-from hisparse.config import BudgetConfig, HiSparseConfig
 from hisparse.ops.attend import Packed, chunk_samples
-from hisparse.ops.fetch import HostRows
-from hisparse.ops.unpack import unpack_pages
 
-SLOTS = 148
 TOLERANCE = 1.2e-2  # of the bfloat16 output, against float64
 CHECKED = 48  # queries that are checked
-
-
-class Past:
-    """A layer's past at a KV capacity: dense slots, kept pages on the device, rows in pinned host memory, sketches."""
-
-    def __init__(self, name: str, layer: Layer, context: int, capacity: float, scattered: bool) -> None:
-        shape, device = SHAPES[name], layer.k.device
-        config = HiSparseConfig(budget=BudgetConfig(capacity=capacity))
-        geometry = Geometry(shape.layers, shape.heads, shape.dim, torch.bfloat16, config)
-        self.layer, self.context, self.config, self.scaling = layer, context, config, shape.dim**-0.5
-        self.dense_k, self.dense_v = layer.k[:, :SLOTS], layer.v[:, :SLOTS]
-        first = -(-SLOTS // 64) * 64
-        packed = (context - first) // 64 * 64
-        limit = geometry.keep_limit(context, packed, geometry.slots * geometry.slot_bytes)
-        size = max(config.vtq.page_size, config.selection.row_size)
-        kept = max(size, limit // size * size)
-        self.kept_format, self.row_format = geometry.kept_format, geometry.row_format
-        self.kept_pages = layer.pack(self.kept_format, first, kept)
-        self.rows = (packed - kept) // self.row_format.tokens
-        pages = layer.pack(self.row_format, first + kept, self.rows * self.row_format.tokens)
-        make = torch.Generator().manual_seed(2)
-        places = torch.randperm(self.rows, generator=make) if scattered else torch.arange(self.rows)
-        self.pool = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=True)
-        self.pool[places] = pages.cpu()
-        self.source = HostRows.of([self.pool], device)
-        self.ids = places.to(device) if scattered else places
-        keys = layer.k[:, first + kept : first + kept + self.rows * self.row_format.tokens]
-        self.codes, self.scales = twin("sketch", device).build_sketch(
-            pages_of(keys, self.row_format.tokens),
-            layer.stats,
-            config.selection.sketch_bits,
-        )
-        self.kept = Packed(self.kept_pages, self.kept_format)
-        device_bytes = self.kept_pages.nbytes + self.codes.nbytes + self.scales.nbytes + 2 * self.dense_k.nbytes
-        self.capacity = context * shape.token_bytes / device_bytes
-
-    def everything(self) -> list[Packed]:
-        return [self.kept, Packed(self.source, self.row_format, self.ids)]
-
-    def chosen(self, rows: Tensor) -> list[Packed]:
-        """Kept pages and the rows of these numbers."""
-        ids = self.ids.to(rows.device)[rows]
-        return [self.kept, Packed(self.source, self.row_format, ids)]
-
-    def slices(self, packed: list[Packed]) -> list[tuple[Tensor, Tensor]]:
-        """K and V float32 [H, n, D] of what `packed` and the dense slots hold."""
-        parts = [(self.dense_k.float(), self.dense_v.float())]
-        for part in packed:
-            pages = part.read(self.dense_k.device)
-            for some in torch.split(pages, CHUNK // part.fmt.tokens):
-                k, v = unpack_pages(some, self.layer.stats, part.fmt, torch.float32)
-                parts.append((k.permute(2, 0, 1, 3).flatten(1, 2), v.permute(2, 0, 1, 3).flatten(1, 2)))
-        return parts
 
 
 def error_of(past: Past, packed: list[Packed], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> float:
@@ -143,7 +85,7 @@ def run(
             used = library or sliced.choose_library(q, chunk)
             yield make_row(
                 "prefill-full", name, context, ms, what=f"chunk {chunk}, {where}, {used}", error=error,
-                bytes=past.pool.nbytes, pinned_fraction=round(past.pool.nbytes / pinned / ms * 1e3, 3), **shared,
+                bytes=past.row_bytes, pinned_fraction=round(past.row_bytes / pinned / ms * 1e3, 3), **shared,
             )  # fmt: skip
         if scattered:
             yield from _recall(name, past, q, k, v, attend, budgets, shared)
@@ -154,14 +96,15 @@ def _recall(
     name: str, past: Past, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], budgets: list[int],
     shared: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    from hisparse.ops.attend import select_for_chunk
+    from hisparse.ops.attend import triton as sliced
 
+    sample = q[:, chunk_samples(q.shape[1]).to(q.device)]
     context, chunk = past.context, q.shape[1]
     for times in budgets:
         count = min(past.rows, times * past.config.selection.budget(context) // past.row_format.tokens)
 
         def choose(count: int = count) -> Tensor:
-            return select_for_chunk(q, past.codes, past.scales, past.layer.stats, past.scaling, count)
+            return sliced.select_for_chunk(sample, past.codes, past.scales, past.layer.stats, past.scaling, count)
 
         rows = choose()
         packed = past.chosen(rows)

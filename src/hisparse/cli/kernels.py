@@ -28,7 +28,7 @@ TwinName = Annotated[
 
 def add_commands(app: typer.Typer) -> None:
     """Add a command for each kernel benchmark."""
-    for command in (decode, prefill, pack, plan, tlif):
+    for command in (decode, prefill, recall, pack, plan, tlif):
         app.command()(command)
 
 
@@ -83,6 +83,33 @@ def prefill(
         for name in _shapes(shape)
         for tokens in context or [1 << 17]
         for row in bench.run(name, tokens, chunk, capacity, device, speeds["pinned_bandwidth"], budget or [1, 4])
+    )
+    _report(rows, out, commit, speeds)
+
+
+def recall(
+    shape: Shapes = None,
+    context: Contexts = None,
+    capacity: Annotated[
+        list[float] | None, typer.Option(min=1.0, help="KV capacity: dense bytes / device bytes; may be repeated.")
+    ] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Bits of the sketches, 1 or 2; may be repeated.")] = None,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """A whole decode step with recall, rows on the host: scan, select, fetch, attend."""
+    device = _cuda("recall")
+    from hisparse.bench import recall as bench
+    from hisparse.bench.measure import pinned_bandwidth, read_bandwidth
+
+    speeds = {"read_bandwidth": read_bandwidth(device), "pinned_bandwidth": pinned_bandwidth(device)}
+    rows = (
+        row
+        for name in _shapes(shape)
+        for tokens in context or [1 << 17, 1 << 20]
+        for width in bits or [2]
+        for target in capacity or [9.0]
+        for row in bench.run(name, tokens, target, width, device, *speeds.values())
     )
     _report(rows, out, commit, speeds)
 

@@ -30,8 +30,9 @@ WORKSPACE = 1 << 26
 """Bytes of unpacked K and V at a time."""
 RUNS = 16
 """Up to how many runs of adjacent pages are copied one by one; more are gathered by a kernel."""
-PLAN_QUERIES = 1024
-"""cuDNN makes a plan for every shape, which takes longer than a slice: it serves chunks of a multiple of this."""
+PLAN_QUERIES, PLAN_KEYS = 1024, 4096
+"""cuDNN makes a plan for every shape, which takes longer than a slice does: it serves chunks and slices of a multiple
+of these, and flash attention what is left."""
 LOG2E = 1.4426950408889634
 
 
@@ -266,6 +267,15 @@ def _slices(
         yield dense_k, dense_v
 
 
+def _shares(tokens: int, library: Library) -> list[tuple[int, int, Library]]:
+    """Which library attends to which tokens of a slice."""
+    even = tokens // PLAN_KEYS * PLAN_KEYS if library == "cudnn" else tokens
+    shares: list[tuple[int, int, Library]] = [(0, even, library)] if even else []
+    if even < tokens:
+        shares.append((even, tokens, "flash"))
+    return shares
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -284,18 +294,17 @@ def attend(
     library = choose_library(q, chunk) if library is None else library
     # The past first: its first transfers start before anything is computed.
     grouped = q.reshape(heads, -1, dim)
-    room = WORKSPACE // (2 * heads * dim * k.element_size())
     total: Part | None = None
     memory: Tensor | None = None
     for keys, values in _slices(packed, stats, dense_k, dense_v, q.device):
-        odd = library == "cudnn" and keys.shape[1] != room
-        part = partial_attention(grouped, keys, values, scaling, "flash" if odd else library)
-        if total is None:
-            total = part
-            continue
-        if memory is None:
-            memory = torch.empty(grouped.shape, dtype=torch.float32, device=q.device)
-        total = kernels.merge(total, part, memory)
+        for first, last, used in _shares(keys.shape[1], library):
+            part = partial_attention(grouped, keys[:, first:last], values[:, first:last], scaling, used)
+            if total is None:
+                total = part
+                continue
+            if memory is None:
+                memory = torch.empty(grouped.shape, dtype=torch.float32, device=q.device)
+            total = kernels.merge(total, part, memory)
     own = causal_attention(q, k, v, scaling, library)
     if total is None:
         out = own[0].to(q.dtype)

@@ -1,0 +1,171 @@
+"""A whole decode step with recall: scan, selection, rows from the host through the hot buffer, attention over it all.
+
+Queries drift as a model's do: neighbouring steps share most of their rows, and most of what is new was wanted a few
+steps before. How far they drift is set so that the share that repeats is the one measured on real models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.bench.data import float64_attention, make_layer
+from hisparse.bench.measure import check, dense_decode_ms, graph_ms
+from hisparse.bench.past import Past
+from hisparse.bench.results import make_row
+from hisparse.bench.shapes import SHAPES
+from hisparse.cache.decode import RecallRows, bring_rows, choose_rows, recall_step
+from hisparse.ops.decode import Pages, decode_attention
+from hisparse.ops.fetch import HotBuffer
+from hisparse.ops.scan import Chosen
+
+TOLERANCE = 8e-3  # of the bfloat16 output, against float64
+REPEATS = 0.72  # of a step's rows, that the next step wants too
+STEPS = 96
+WARM = 32  # steps before the measured ones: the hot buffer fills
+
+
+class Steps:
+    """A layer at a capacity, and the queries of a stretch of decoding."""
+
+    def __init__(self, past: Past, drift: float | None = None) -> None:
+        device, layer = past.dense_k.device, past.layer
+        self.past = past
+        self.dense_k, self.dense_v = (x[None].contiguous() for x in (past.dense_k, past.dense_v))
+        self.length = torch.tensor([past.dense_k.shape[1]], dtype=torch.int32, device=device)
+        pages = len(past.kept_pages)
+        table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+        self.kept = Pages(past.kept_pages, table, self._count(pages), past.kept_format)
+        self.table = past.ids.to(device).int()[None].contiguous()
+        # The pools are indexed by row id, as the rows themselves are.
+        codes, scales = (torch.empty_like(x) for x in (past.codes, past.scales))
+        codes[past.ids], scales[past.ids] = past.codes, past.scales
+        self.codes, self.scales = codes.flatten(1), scales.flatten(1)
+        self.hot = HotBuffer.empty((max(past.hot_rows, past.budget),), past.row_format.page_bytes, past.rows, device)
+        make = torch.Generator(device).manual_seed(5)
+        self._noise = torch.randn(STEPS + WARM + 1, *layer.q.shape, generator=make, device=device)
+        self.queries = self._drifting(self._settle() if drift is None else drift)
+
+    def _count(self, number: int) -> Tensor:
+        return torch.tensor([number], dtype=torch.int32, device=self.length.device)
+
+    def rows(self, hot: HotBuffer | None) -> RecallRows:
+        past = self.past
+        return RecallRows(
+            self.codes, self.scales, self.table, self._count(past.rows), past.source, past.row_format, past.bits, hot
+        )
+
+    def _drifting(self, fast: float) -> Tensor:
+        """bfloat16 [steps, Hq, D]: a slow walk, and on top of it what is different in each step."""
+        walk = [self._noise[-1]]
+        for noise in self._noise[:-1]:
+            walk.append(walk[-1] * (1 - 1e-3) + noise * (2e-3) ** 0.5 * 0.5)
+        slow = torch.stack(walk[1:])
+        drifting: Tensor = (1 - fast * fast) ** 0.5 * slow + fast * self._noise[:-1].flip(0)
+        return drifting.to(torch.bfloat16)
+
+    def _settle(self) -> float:
+        """The share of the query that is new in each step, by bisection on the rows that two steps share."""
+        low, high = 0.0, 1.0
+        for _ in range(7):
+            self.queries = self._drifting((low + high) / 2)
+            low, high = ((low + high) / 2, high) if self.repeats(4) > REPEATS else (low, (low + high) / 2)
+        return (low + high) / 2
+
+    def choose(self, q: Tensor) -> Chosen:
+        past = self.past
+        return choose_rows(q[None], self.rows(None), past.layer.stats, past.scaling, past.budget)
+
+    def repeats(self, steps: int, window: int = 1) -> float:
+        """Share of a step's rows that one of the `window` steps before wanted."""
+        sets = [set(self.choose(self.queries[i]).rows[0].tolist()) for i in range(steps + window)]
+        shares = [len(sets[i] & set().union(*sets[i - window : i])) / len(sets[i]) for i in range(window, len(sets))]
+        return sum(shares) / len(shares)
+
+    def step(self, q: Tensor, hot: HotBuffer | None) -> Tensor:
+        """[1, Hq, D]"""
+        past = self.past
+        return recall_step(
+            q[None], self.dense_k, self.dense_v, self.length, self.kept, self.rows(hot), past.layer.stats, past.scaling,
+            past.budget, split="rope",
+        ).out  # fmt: skip
+
+    def attend(self, q: Tensor, recalled: Pages) -> Tensor:
+        """[1, Hq, D]: the last part of a step."""
+        past = self.past
+        return decode_attention(
+            q[None], self.dense_k, self.dense_v, self.length, self.kept, recalled, past.layer.stats, past.scaling,
+            split="rope",
+        ).out  # fmt: skip
+
+    def error(self, index: int) -> float:
+        """Of one step through the hot buffer, against float64 over the same rows."""
+        past, q = self.past, self.queries[index]
+        found = self.step(q, self.hot)[0].double()
+        chosen = self.choose(q)
+        place = torch.empty(past.rows, dtype=torch.int64, device=q.device)
+        place[past.ids] = torch.arange(past.rows, device=q.device)
+        packed = past.chosen(place[chosen.rows[0, : int(chosen.number)].long()])
+        want = float64_attention(q.view(past.dense_k.shape[0], -1, q.shape[1]), past.slices(packed), past.scaling)
+        want = want.flatten(0, 1)
+        return float(((found - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+def replay_ms(step: Callable[[Tensor], Any], queries: Tensor, warm: int) -> float:
+    """Milliseconds a step: one graph, replayed with each query in turn, the first `warm` of them untimed."""
+    index = torch.zeros(1, dtype=torch.int64, device=queries.device)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(queries[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(queries.index_select(0, index)[0])
+        index.add_(1)
+    index.zero_()
+    for _ in range(warm):
+        graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(len(queries) - warm):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / (len(queries) - warm)
+
+
+def run(
+    name: str, context: int, capacity: float, bits: int, device: torch.device, read: float, pinned: float
+) -> Iterator[dict[str, Any]]:
+    """The whole step, and its parts. read, pinned: bytes a second of the device's and the host's memory. Raises
+    WrongResult."""
+    shape = SHAPES[name]
+    past = Past(name, make_layer(shape, context, device), context, capacity, True, bits)
+    steps = Steps(past)
+    what = f"capacity {capacity:g}, {bits}-bit sketches"
+    error = check(f"recall {name} {context} {what}", max(steps.error(i) for i in range(3)), TOLERANCE)
+    dense = dense_decode_ms(past.layer.q[None, :, None], shape.heads, context)
+    before = steps.hot.counters.clone()
+    ms = replay_ms(partial(steps.step, hot=steps.hot), steps.queries, WARM)
+    found, missed = (steps.hot.counters - before)[0].tolist()
+    missed_bytes = missed / (found + missed) * past.budget * past.row_format.page_bytes
+    scan = replay_ms(steps.choose, steps.queries, WARM)
+    chosen = steps.choose(steps.queries[0])
+    fresh = graph_ms([lambda: bring_rows(steps.rows(None), chosen)])
+    pages = bring_rows(steps.rows(None), chosen)
+    attend = graph_ms([lambda: steps.attend(steps.queries[0], pages)])
+    size = past.codes.nbytes + past.scales.nbytes + 4 * past.rows + past.kept_pages.nbytes
+    size += past.budget * past.row_format.page_bytes
+    yield make_row(
+        "recall", name, context, ms, what=what, capacity=round(past.capacity, 2), dense_ms=dense, bytes=size,
+        bandwidth_fraction=round(size / ms * 1e3 / read, 4), error=error, rows=past.budget, hot_rows=past.hot_rows,
+        hit_rate=round(found / (found + missed), 4), host_bytes=round(missed_bytes),
+        repeats_next=round(steps.repeats(8), 3), repeats_16=round(steps.repeats(4, 16), 3),
+        scan_select_ms=round(scan, 4), attend_ms=round(attend, 4), all_rows_ms=round(fresh, 4),
+        all_rows_of_pinned=round(past.budget * past.row_format.page_bytes / fresh * 1e3 / pinned, 3),
+    )  # fmt: skip

@@ -1,9 +1,9 @@
 """Kernels that choose the rows of most worth.
 
 Worth is not negative, so its bits order as it does. All multiprocessors count the rows by bins of 2**-8 of an octave,
-BINS of them below a limit (see :mod:`.bins`). Which bin the budget runs out in then says for nearly every row whether it is chosen; the
-few rows of that bin are left to one program a sequence, which finds the exact limit by bisection, and among equals
-one of the row number: so the choice is the same each time although the order is not.
+BINS of them below a limit (see :mod:`.bins`). Which bin the budget runs out in then says for nearly every row whether
+it is chosen; the few rows of that bin are left to one program a sequence, which finds the exact limit by bisection, and
+among equals one of the row number: so the choice is the same each time although the order is not.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from hisparse.ops.scan.kernels import bound, count_bins, find_bin
+
 
 @triton.jit
 def count_first(p_worth, p_count, p_histogram, n_rows_max, base, ROWS: tl.constexpr, TILES: tl.constexpr,

@@ -89,7 +89,9 @@ def _fallback() -> ModuleType:
     return import_module(f"hisparse.ops.scan.{'triton' if has_triton('scan') else 'reference'}")
 
 
-def _scan_kernel(plan: Plan, name: str, q: Tensor, stats: ChannelStats, bits: int, row_size: int, tune: Tuning) -> Kernel:
+def _scan_kernel(
+    plan: Plan, name: str, q: Tensor, stats: ChannelStats, bits: int, row_size: int, tune: Tuning
+) -> Kernel:
     defines = {
         "HEADS": stats.heads, "QUERIES": q.shape[1] // stats.heads, "HEAD_DIM": stats.head_dim, "BITS": bits,
         "ROW": row_size, "WARPS": tune.warps, "STAGES": tune.stages, "QTYPE": QTYPES[q.dtype], "HB": plan.warp_heads,
@@ -99,7 +101,14 @@ def _scan_kernel(plan: Plan, name: str, q: Tensor, stats: ChannelStats, bits: in
 
 
 def _select_kernel(name: str, chunk: int, sets: int, blocks: int, device: torch.device) -> Kernel:
-    defines = {"SETS": sets, "BLOCKS": blocks, "BINS": BINS, "SHIFT": SHIFT, "REACH": _reach(sets, blocks), "CHUNK": chunk}
+    defines = {
+        "SETS": sets,
+        "BLOCKS": blocks,
+        "BINS": BINS,
+        "SHIFT": SHIFT,
+        "REACH": _reach(sets, blocks),
+        "CHUNK": chunk,
+    }
     return load_kernel("scan/select.cu", name, defines, device=device)
 
 
@@ -175,8 +184,8 @@ def _scan(
     tiles = torch.empty(batch + 1, **integers)  # type: ignore[call-overload]
     roots = torch.empty(plan.blocks, batch, width, 4, plan.sets, **integers)  # type: ignore[call-overload]
     part = torch.empty(programs + batch * plan.blocks, 8 * plan.sets, **floats)  # type: ignore[call-overload]
-    worth = torch.empty(batch, width, **floats)  # type: ignore[call-overload]
-    kernel = _scan_kernel(plan, "weigh_queries", q, stats, bits, row_size, tune)
+    worth: Tensor = torch.empty(batch, width, **floats)  # type: ignore[call-overload]
+    kernel = _scan_kernel(plan, "weigh_queries", q, stats, bits, row_size, Tuning(1, 1))  # not of its concern
     kernel(
         (heads, batch, 1),
         1024,

@@ -1,7 +1,7 @@
 """Kernels that score sketches.
 
-A sketch's bytes are read as 16-bit words, each two codes of four bits and four of two (see :mod:`hisparse.ops.sketch`). A
-field masked out of its word, the upper byte shifted down first, is worth ``code * place``, a number below 1024 whose
+A sketch's bytes are read as 16-bit words, each two codes of four bits and four of two (see :mod:`hisparse.ops.sketch`).
+A field masked out of its word, the upper byte shifted down first, is worth ``code * place``, a number below 1024 whose
 bits *are* a float16: the subnormal ``code * place * 2**-24``, which the matrix units multiply exactly. So unpacking is
 one AND a pair of fields, and everything else - step, place, 2**-24 - is folded into the weights that the query brings
 along. What the middle of the codes adds to a score is one number a query, the accumulator's first value.
@@ -9,7 +9,7 @@ along. What the middle of the codes adds to a score is one number a query, the a
 The columns of an operand are a head's words. Where they are fewer than the 16 that the matrix units take, `HG` heads
 share an operand; the weights of a query are zero in the columns of other heads.
 
-Names: p_ pointer, i_ index, n_ count, f field (0, 1 of four bits, 2..5 of two), c column. Logarithms are to base 2 inside.
+Names: p_ pointer, i_ index, n_ count, f field (0, 1 of four bits, 2..5 of two), c column. Logarithms are to base 2.
 """
 
 # ruff: noqa: RUF005
@@ -62,10 +62,7 @@ else:
 
 @triton.jit
 def _field(word, f: tl.constexpr):
-    if f < 2:
-        bits = word & (15 << (4 * f))
-    else:
-        bits = (word >> 8) & (3 << (2 * (f - 2)))
+    bits = word & (15 << (4 * f)) if f < 2 else (word >> 8) & (3 << (2 * (f - 2)))
     return bits.to(tl.int16).to(tl.float16, bitcast=True)
 
 

@@ -58,8 +58,8 @@ def default_tuning(row_size: int) -> Tuning:
 
 @dataclass(frozen=True)
 class Plan:
-    """Head groups of a shape: a head has `words` 16-bit words; `shared` heads an operand of `columns` words by `queries`
-    columns, `groups` operands."""
+    """Head groups of a shape: a head has `words` 16-bit words; `shared` heads an operand of `columns` words by
+    `queries` columns, `groups` operands."""
 
     words: int
     shared: int

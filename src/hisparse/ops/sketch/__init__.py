@@ -7,8 +7,8 @@ scores. With b bits a channel on average (1 or 2), the first ``D * b / 8`` coord
 
 Layout: codes uint8 [rows, H, R, D * b / 8], scales uint8 [rows, H, R]. A token's bytes of one head come in ``P = D * b
 / 16`` pairs. Pair i holds, in its first byte, the four-bit codes of coordinates i (low) and ``P + i`` (high), and in
-its second, at bit ``2 * s``, the two-bit code of coordinate ``(2 + s) * P + i``. So every 32-bit word holds twelve codes
-at the same places, and any cut into words is fit for the matrix units.
+its second, at bit ``2 * s``, the two-bit code of coordinate ``(2 + s) * P + i``. So every 32-bit word holds twelve
+codes at the same places, and any cut into words is fit for the matrix units.
 """
 
 from __future__ import annotations

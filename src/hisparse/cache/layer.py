@@ -12,7 +12,7 @@ from hisparse.cache.geometry import Geometry
 from hisparse.cache.pools import HostPool, PageIds, Pool
 from hisparse.cache.sequence import Commit, View
 from hisparse.cache.tables import Step, Tables
-from hisparse.ops.attend import Packed, attend, attend_recalled
+from hisparse.ops.attend import Packed, attend, attend_recalled, select_for_chunk
 from hisparse.ops.fetch import forget_rows
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.select import select_rows
@@ -23,6 +23,8 @@ from hisparse.vtq.stats import ChannelStats, estimate_stats
 # Queries that are scored and recalled together when a chunk attends token by token: bounds the memory of the gathered
 # rows.
 QUERY_TILE = 16
+# Rows that a long chunk recalls for all its queries together, in multiples of what one decode step recalls.
+CHUNK_BUDGET = 4
 
 
 @dataclass
@@ -108,7 +110,31 @@ class LayerStore:
             packed = [*kept, Packed(self.rows.read(chosen, self.device), self.row_format)]
             self.recalled.count(1, len(chosen), row_size, self.row_format.page_bytes)
             return attend(q, k, v, dense_k, dense_v, packed, self.stats, scaling)
+        if chunk > self.geometry.config.prefill.recall_max_tokens:
+            return self._attend_by_choice(q, k, v, dense_k, dense_v, kept, view, CHUNK_BUDGET * wanted, scaling)
         return self._attend_token_by_token(q, k, v, dense_k, dense_v, kept, view.rows, wanted, scaling)
+
+    def _attend_by_choice(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dense_k: Tensor,
+        dense_v: Tensor,
+        kept: list[Packed],
+        view: View,
+        wanted: int,
+        scaling: float,
+    ) -> Tensor:
+        """The whole chunk recalls one set of rows, chosen once."""
+        assert self.stats is not None  # rows exist, so something was packed
+        rows = self._all_rows(view)
+        if wanted < view.n_rows:
+            chosen = select_for_chunk(q, *self._sketches(view.rows), self.stats, scaling, wanted)
+            ids = view.rows[chosen].sort().values  # adjacent rows are read faster
+            rows = Packed(rows.pages, self.row_format, ids)
+        self.recalled.count(q.shape[1], rows.count, self.row_format.tokens, self.row_format.page_bytes)
+        return attend(q, k, v, dense_k, dense_v, [*kept, rows], self.stats, scaling)
 
     def _attend_token_by_token(
         self,
@@ -195,10 +221,13 @@ class LayerStore:
     @torch.no_grad()
     def _scores(self, q: Tensor, ids: Tensor, scaling: float) -> Tensor:
         assert self.stats is not None
-        geometry = self.geometry
-        codes = self.sketch_codes.read(ids, self.device).view(len(ids), geometry.heads, self.row_format.tokens, -1)
-        scales = self.sketch_scales.read(ids, self.device).view(len(ids), geometry.heads, self.row_format.tokens)
-        return score_sketch(q, codes, scales, self.stats, scaling)
+        return score_sketch(q, *self._sketches(ids), self.stats, scaling)
+
+    def _sketches(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of rows `ids`, as `score_sketch` takes them."""
+        shape = (len(ids), self.geometry.heads, self.row_format.tokens)
+        codes = self.sketch_codes.read(ids, self.device).view(*shape, -1)
+        return codes, self.sketch_scales.read(ids, self.device).view(shape)
 
     def _select(self, q: Tensor, ids: Tensor, wanted: int, scaling: float) -> Tensor:
         return select_rows(self._scores(q, ids, scaling), self.row_format.tokens, wanted)

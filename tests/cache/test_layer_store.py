@@ -74,7 +74,7 @@ def check(store: LayerStore, filled: list[tuple[Sequence, Tensor, Tensor, Tensor
         ):
             if not len(ids):
                 continue
-            new = unpack_pages(pool.data[torch.tensor(ids)], stats, fmt, torch.float32)
+            new = unpack_pages(pool.read(torch.tensor(ids), CPU), stats, fmt, torch.float32)
             sides = ((), ()) if stats is None else ((stats.k_mean, stats.k_scale), (stats.v_mean, stats.v_scale))
             for old, found, bits, normal in zip((k, v), new, (fmt.k_bits, fmt.v_bits), sides, strict=True):
                 want = old[:, at].transpose(0, 1).float()

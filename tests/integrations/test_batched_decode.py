@@ -201,7 +201,7 @@ def test_what_cannot_be_packed_is_reported_at_the_next_step(batched: None) -> No
     with torch.no_grad():
         model(prompt(80), past_key_values=cache)
         cache.shared.tables.faults += 3
-        with pytest.raises(FormatError, match="3 blocks of keys or values .* held inf, NaN .* try bfloat16"):
+        with pytest.raises(FormatError, match=r"3 blocks of keys or values .* held inf, NaN .* try bfloat16"):
             model(prompt(1), past_key_values=cache)
 
 

@@ -14,7 +14,7 @@ from hisparse.integrations.vllm.step import Place, Step
 from hisparse.ops.attend import Packed, attend, attend_recalled
 from hisparse.ops.decode import Pages, decode_attention
 from hisparse.ops.pack import pack_pages
-from hisparse.ops.scan import scan_and_select
+from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.select import select_rows
 from hisparse.ops.sketch import build_sketch, score_sketch
 from hisparse.vtq.stats import ChannelStats, estimate_stats
@@ -136,25 +136,21 @@ class LayerMemory:
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Attention of one new token a request, which is written first. q [B, Hq, D]; k, v [B, H, D]."""
-        layout = self.layout
         self.write(step.new, k, v)
+        if q.device.type == "cpu":
+            return torch.stack([self._decode_one(q[i], step, i) for i in range(len(q))])
+        return self.decode_batch(q, step)
+
+    def decode_batch(self, q: Tensor, step: Step) -> Tensor:
+        """As `decode`, for all requests together and without waiting for the device; the new token is written."""
+        layout = self.layout
         dense_k, dense_v = self.read(step.dense)
         kept = Pages(self.pages, step.kept_table, step.kept_count, layout.page) if layout.other.pages else None
         recalled = None
         if layout.has_rows and step.row_table.shape[1] and self.stats is not None:
             budget = min(self.budget, step.row_table.shape[1])
-            chosen = scan_and_select(
-                q,
-                self.codes,
-                self.scales,
-                step.row_table,
-                step.row_count,
-                self.stats,
-                self.scaling,
-                self.config.selection.sketch_bits,
-                budget,
-                step.wanted.clamp_max(budget),
-            )
+            wanted = step.wanted.clamp_max(budget)
+            chosen = self._choose(q, step.row_table, step.row_count, budget, wanted)
             recalled = Pages(self.row_pages, self.row_ids(chosen.rows).int(), chosen.number, layout.row)
             self.recalled += chosen.number.sum()
             self.steps += len(q)
@@ -172,6 +168,40 @@ class LayerMemory:
             self.scaling,
             split=self.config.vtq.split if quantised else None,
         ).out
+
+    def _decode_one(self, q: Tensor, step: Step, row: int) -> Tensor:
+        """Request `row` by itself, q [Hq, D]: on a CPU nothing is gained by a batch, and padding is work."""
+        layout = self.layout
+        dense_k, dense_v = (x.transpose(0, 1) for x in self.read(step.dense[row, : int(step.dense_past[row]) + 1]))
+        packed = []
+        if pages := int(step.kept_count[row]):
+            packed.append(Packed(self.pages[step.kept_table[row, :pages].long()], layout.page))
+        if rows := int(step.row_count[row]):
+            records = step.row_table[row : row + 1, :rows]
+            wanted = int(step.wanted[row])
+            if wanted < rows:
+                records = self._choose(q[None], records, step.row_count[row : row + 1], wanted, None).rows
+            packed.append(Packed(self._fetch(records[0].long()), layout.row))
+            self.recalled += records.shape[1]
+            self.steps += 1
+        new = dense_k.shape[1] - 1  # the new token is the last dense one
+        return attend(
+            q[:, None],
+            dense_k[:, new:],
+            dense_v[:, new:],
+            dense_k[:, :new],
+            dense_v[:, :new],
+            packed,
+            self.stats,
+            self.scaling,
+        )[:, 0]
+
+    def _choose(self, q: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None) -> Chosen:
+        assert self.stats is not None  # rows exist, so something was packed
+        bits = self.config.selection.sketch_bits
+        return scan_and_select(
+            q, self.codes, self.scales, table, count, self.stats, self.scaling, bits, budget, wanted
+        )
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step, row: int, past: int, packed: int) -> Tensor:
         """Attention of a chunk of one request, request `row` of the step, over its past and causally over itself.

@@ -1,0 +1,30 @@
+"""Tests of the vLLM plugin. Those that start an engine need vLLM and are skipped without it (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Read when vLLM is imported: engines live in this process, use one thread, and ask nothing of the network.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+@pytest.fixture(scope="session")
+def prose() -> str:
+    """A text that nothing was distilled or calibrated on: the documentation of this repository."""
+    root = Path(__file__).resolve().parents[2]
+    return "\n\n".join(path.read_text(encoding="utf-8") for path in sorted((root / "docs").glob("*.md")))
+
+
+@pytest.fixture(scope="session")
+def ids(prose: str) -> list[int]:
+    """The same as token ids."""
+    from transformers import AutoTokenizer
+
+    from engine_tools import model_directory
+
+    return list(AutoTokenizer.from_pretrained(model_directory())(prose).input_ids)

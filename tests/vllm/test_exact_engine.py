@@ -1,0 +1,55 @@
+"""With nothing set aside and nothing packed, the engine gives the stock engine's tokens, whatever it is asked to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_tools import MIB, RAW, engine, generate, metric  # noqa: E402
+
+SMALL = {**RAW, "tlif": {"prefix_length": 24}}
+# Blocks of 64 tokens and a tail of 24, so that requests cross many blocks and rings turn over.
+BLOCK = 64
+
+
+def ask(llm: Any, ids: list[int]) -> dict[str, Any]:
+    """What is compared: many lengths at once, and prompts with a common beginning."""
+    lengths = (1, 2, 63, 64, 65, 128, 200, 511, 700)
+    batch = [ids[37 * i : 37 * i + length] for i, length in enumerate(lengths)]
+    document = ids[1000:1400]
+    return {
+        "batch": generate(llm, batch, 48),
+        "first": generate(llm, [document + ids[:9]], 12),
+        "again": generate(llm, [document + ids[:9], document + ids[50:90], document[:130] + ids[:7]], 12),
+    }
+
+
+def sample(llm: Any, ids: list[int]) -> list[list[list[int]]]:
+    """Three samples of one prompt. vLLM on a CPU cannot seed a prompt that it reads in pieces."""
+    return generate(llm, [ids[2000:2300]], 70, n=3, temperature=0.9, seed=7)
+
+
+@pytest.fixture(scope="module")
+def stock(ids: list[int]) -> dict[str, Any]:
+    with engine(None) as llm:
+        return {**ask(llm, ids), "samples": sample(llm, ids)}
+
+
+def test_same_tokens(stock: dict[str, Any], ids: list[int]) -> None:
+    with engine(SMALL, block_tokens=BLOCK) as llm:
+        found = {**ask(llm, ids), "samples": sample(llm, ids)}
+        hits = metric(llm, "vllm:prefix_cache_hits")
+    assert found == stock
+    assert hits > 0
+
+
+def test_same_tokens_in_small_chunks_and_a_tight_pool(stock: dict[str, Any], ids: list[int]) -> None:
+    """Prompts are read 96 tokens a step beside decoding ones, and the pool is too small for all: some are preempted."""
+    with engine(SMALL, memory=110 * MIB, block_tokens=BLOCK, max_num_batched_tokens=96, max_model_len=1024) as llm:
+        found = ask(llm, ids)
+        preempted = metric(llm, "vllm:num_preemptions")
+    assert found == {name: stock[name] for name in found}
+    assert preempted > 0

@@ -1,0 +1,101 @@
+"""The engine with packed blocks, sketches and recall: more tokens in the same memory, and the right text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from engine_tools import MIB, capacity, engine, generate, metric, runtime  # noqa: E402
+
+from hisparse.evaluate.needles import NeedleContext, build_contexts, prompt_parts  # noqa: E402
+
+LONG = 32768
+
+
+def test_the_scheduler_sees_nine_times_the_tokens() -> None:
+    """In the same bytes as the stock engine's bfloat16 cache, for requests that may take the model four times as far."""
+    longer = {"max_model_len": LONG, "hf_overrides": {"max_position_embeddings": LONG}, "dtype": "bfloat16"}
+    memory = 1536 * MIB
+    with engine(None, memory, **longer) as llm:
+        stock = capacity(llm)
+    with engine({}, memory, **longer) as llm:
+        ours = capacity(llm)
+        layout = runtime().layout
+    assert ours >= 9 * stock, (ours, stock, layout)
+    assert layout.other.rows * layout.row.tokens + layout.other.pages * layout.page.tokens == layout.tokens
+
+
+def test_a_prompt_larger_than_the_stock_pool(ids: list[int]) -> None:
+    """1 800 tokens in the memory of 1 000: stock refuses the length at start, HiSparse reads the prompt."""
+    memory = 45 * MIB
+    with pytest.raises(ValueError, match="KV cache"), engine(None, memory, max_model_len=2048):
+        pass
+    with engine({}, memory, max_model_len=2048) as llm:
+        (found,) = generate(llm, [ids[:1800]], 8)
+    assert len(found[0]) == 8
+
+
+@pytest.fixture(scope="module")
+def contexts(prose: str) -> list[NeedleContext]:
+    from transformers import AutoTokenizer
+
+    from engine_tools import model_directory
+
+    tokenizer = AutoTokenizer.from_pretrained(model_directory())
+    return build_contexts(tokenizer, prose, "single", 1600, 6)
+
+
+def ask(llm: Any, contexts: list[NeedleContext]) -> list[bool]:
+    """Which needles are found. Each document is read before its question, which then hits the prefix cache."""
+    tokenizer = llm.get_tokenizer()
+    found = []
+    for context in contexts:
+        (needle,) = context.needles
+        document, question = prompt_parts(tokenizer, context.document, needle.key)
+        generate(llm, [document], 1)
+        ((answer,),) = generate(llm, [document + question], 8)
+        found.append(needle.value in tokenizer.decode(answer))
+    return found
+
+
+def test_needles_come_back_through_recall(contexts: list[NeedleContext]) -> None:
+    """What the stock engine finds is found; without recall (everything set aside is dropped) it is not."""
+    with engine(None) as llm:
+        stock = ask(llm, contexts)
+    with engine({}) as llm:
+        recalled = ask(llm, contexts)
+        rows = int(runtime().layers[0].recalled)
+    with engine({"evict": "drop"}) as llm:
+        dropped = ask(llm, contexts)
+    assert sum(stock) >= 4
+    assert sum(recalled) >= sum(stock) - 1, (recalled, stock)
+    assert rows > 0
+    assert sum(dropped) <= 1
+
+
+def test_hits_chunks_company_and_preemption_leave_the_text_alone(ids: list[int]) -> None:
+    """The same prompts alone, again from the prefix cache, together, in small pieces and under preemption.
+
+    Packing is a function of a block's tokens, so nothing but rounding may differ: the tokens are the same.
+    """
+    prompts = [ids[60 * i : 60 * i + length] for i, length in enumerate((300, 700, 1100, 900))]
+    config = {"selection": {"min_tokens": 256}}
+    with engine(config) as llm:
+        alone = [generate(llm, [prompt], 24)[0] for prompt in prompts]
+        before = metric(llm, "vllm:prefix_cache_hits")
+        again = [generate(llm, [prompt], 24)[0] for prompt in prompts]
+        hits = metric(llm, "vllm:prefix_cache_hits") - before
+        together = generate(llm, prompts, 24)
+    assert hits >= 256 + 512 + 1024 + 768
+    assert together == again
+    with engine(config, memory=60 * MIB, max_model_len=1280, max_num_batched_tokens=256, enable_prefix_caching=False) as llm:
+        tight = generate(llm, prompts, 24)
+        preempted = metric(llm, "vllm:num_preemptions")
+    assert preempted > 0
+    same = [sum(a == b for a, b in zip(x[0], y[0], strict=True)) for x, y in zip(alone, tight, strict=True)]
+    assert sum(same) >= 0.9 * 24 * len(prompts), same
+    same = [sum(a == b for a, b in zip(x[0], y[0], strict=True)) for x, y in zip(alone, again, strict=True)]
+    assert sum(same) >= 0.9 * 24 * len(prompts), same

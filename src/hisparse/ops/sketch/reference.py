@@ -66,7 +66,9 @@ def _by_table(q: Tensor, codes: Tensor) -> Tensor:
     odd = torch.einsum("hcsi,sb->hibc", q[..., width:].reshape(heads, count, 4, width // 2), twos)
     table = torch.stack([even, odd], dim=2).view(-1, count)  # [H * W * 256, count]
     start = torch.arange(0, len(table), 256, dtype=torch.int32, device=q.device).view(heads, 1, width)
-    sums = embedding_bag(codes.int().add_(start).view(-1, width), table, mode="sum")
+    start = start.expand(heads, rows, width).reshape(-1)  # as long as a row: short loops cost more than they add
+    index = codes.reshape(n, -1).int().add_(start)
+    sums = embedding_bag(index.view(-1, width), table, mode="sum")
     return sums.view(n, heads, rows, count).permute(1, 3, 0, 2).reshape(heads, count, n * rows)
 
 

@@ -125,7 +125,8 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     tokens = n * rows
     _build[(-(-tokens // TOKENS), heads)](
         keys, stats.k_mean, stats.sketch_basis.contiguous(), codes.view(torch.int16), scales, tokens,
-        keys.stride(0), keys.stride(1), keys.stride(2), heads, dim, rows, words, max(16, triton.next_power_of_2(words)), 32, TOKENS,
+        keys.stride(0), keys.stride(1), keys.stride(2), heads, dim, rows, words, max(16, triton.next_power_of_2(words)),
+        32, TOKENS,
         "ieee" if INTERPRET else "tf32x3",
     )  # fmt: skip
     return codes, scales

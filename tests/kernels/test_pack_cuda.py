@@ -13,7 +13,7 @@ from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats, estimate_stats
 
 pytest.importorskip("triton")
-from hisparse.ops.pack import cuda as twin  # noqa: E402 - needs triton
+from hisparse.ops.pack import cuda as twin
 
 on_gpu = pytest.mark.skipif(not can_run(None), reason="needs a GPU of compute capability 9.0 or more")
 

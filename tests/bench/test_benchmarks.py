@@ -104,7 +104,7 @@ def test_unknown_shapes_are_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of machines without a GPU")
-@pytest.mark.parametrize("name", ["decode", "prefill", "recall", "pack"])
+@pytest.mark.parametrize("name", ["decode", "prefill", "recall", "sketch", "pack"])
 def test_without_a_gpu_the_remedy_is_named(name: str) -> None:
     result = CliRunner().invoke(bench_app, [name])
     assert isinstance(result.exception, UnsupportedError)

@@ -1,4 +1,4 @@
-"""The yardstick kernel: it reads, and does nothing else."""
+"""The yardstick kernels: they read, or copy, and do nothing else."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="attr-defined"
@@ -22,3 +22,15 @@ def read_all(x: Tensor, programs: int, block: int, warps: int) -> Tensor:
     out = x.new_empty(programs)
     _read[(programs,)](x, out, len(x) // block, block, num_warps=warps)
     return out
+
+
+@triton.jit
+def _copy(p_x, p_y, n_block, BLOCK: tl.constexpr):
+    for i in range(tl.program_id(0), n_block, tl.num_programs(0)):
+        at = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_y + at, tl.load(p_x + at))
+
+
+def copy_all(x: Tensor, y: Tensor, programs: int, block: int, warps: int) -> None:
+    """y = x, int32 [n], n a multiple of `block`."""
+    _copy[(programs,)](x, y, len(x) // block, block, num_warps=warps)

@@ -30,7 +30,7 @@ def run(
     """Rows for packing and unpacking. bandwidth: bytes a second that are read. Raises WrongResult."""
     shape = SHAPES[name]
     layer = make_layer(shape, context, device)
-    pack, unpack = twin("pack", device, twin_name), twin("unpack", device, twin_name)
+    pack, unpack = twin("pack", device, twin_name), twin("unpack", device)
     cpu = layer.stats.to("cpu")
     for tokens, v_bits in FORMATS:
         fmt = PageFormat(tokens, shape.heads, shape.dim, 5, v_bits, min(64, shape.dim))

@@ -28,7 +28,7 @@ TwinName = Annotated[
 
 def add_commands(app: typer.Typer) -> None:
     """Add a command for each kernel benchmark."""
-    for command in (decode, prefill, recall, pack, plan, tlif):
+    for command in (decode, prefill, recall, sketch, pack, plan, tlif):
         app.command()(command)
 
 
@@ -110,6 +110,29 @@ def recall(
         for width in bits or [2]
         for target in capacity or [9.0]
         for row in bench.run(name, tokens, target, width, device, *speeds.values())
+    )
+    _report(rows, out, commit, speeds)
+
+
+def sketch(
+    shape: Shapes = None,
+    context: Contexts = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Try other settings of the kernel.")] = False,
+    twin: TwinName = None,
+    out: Out = None,
+    commit: Commit = None,
+) -> None:
+    """Building sketches, scanning them, and selecting rows, beside dense attention."""
+    device = _cuda("sketch")
+    from hisparse.bench import sketch as bench
+    from hisparse.bench.measure import read_bandwidth
+
+    speeds = {"read_bandwidth": read_bandwidth(device)}
+    rows = (
+        row
+        for name in _shapes(shape)
+        for tokens in context or [1 << 17, 1 << 20]
+        for row in bench.run(name, tokens, device, speeds["read_bandwidth"], twin, tune)
     )
     _report(rows, out, commit, speeds)
 

@@ -20,6 +20,11 @@ def rounded(rows: int) -> int:
     return -(-rows // 64) * 64
 
 
+def spare_entries(entries: int) -> int:
+    """Entries that a table on the device may have beyond `entries`, which are in use: it grows by an eighth."""
+    return rounded(entries + entries // 8) - entries
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Sizes shared by every layer that HiSparse holds.

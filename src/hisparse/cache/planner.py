@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.blgs import BlockPlan, plan_blocks
-from hisparse.cache.geometry import SINKS, Geometry
+from hisparse.cache.geometry import SINKS, Geometry, spare_entries
 from hisparse.cache.sequence import Commit, Sequence
 from hisparse.tlif import Scorer
 
@@ -77,9 +77,13 @@ class Planner:
         geometry, sequence = self.geometry, self.sequence
         spare_rows = sequence.row_ids.slack(graduated // sequence.row_size) * sequence.row_size
         spare_pages = sequence.page_ids.slack(sequence.kept_total // sequence.page_size) * sequence.page_size
+        tables = spare_entries(graduated // sequence.row_size) + spare_entries(
+            sequence.kept_total // sequence.page_size
+        )
         return int(
             geometry.slots * geometry.slot_bytes
             + self.state_bytes
+            + 4 * tables * geometry.batched
             + spare_rows * geometry.aside_token_bytes
             + spare_pages * geometry.kept_token_bytes
         )

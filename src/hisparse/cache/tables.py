@@ -14,11 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hisparse.cache.geometry import Geometry, rounded
+from hisparse.cache.geometry import Geometry, rounded, spare_entries
 from hisparse.cache.sequence import Commit, Ints, View
-
-GROWTH = 8
-"""A table that is full grows by one part in so many."""
 
 
 def upload(parts: Many[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
@@ -91,7 +88,7 @@ class Tables:
         if width <= table.shape[1]:
             return table
         with torch.inference_mode(False):
-            grown = torch.zeros((self.batch, rounded(width + width // GROWTH)), dtype=torch.int32, device=self.device)
+            grown = torch.zeros((self.batch, width + spare_entries(width)), dtype=torch.int32, device=self.device)
         grown[:, : table.shape[1]] = table
         return grown
 

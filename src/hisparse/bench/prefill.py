@@ -43,7 +43,7 @@ def dense_calls(past: Past, q: Tensor, k: Tensor, v: Tensor, context: int) -> di
     def cudnn() -> None:
         grouped = q.reshape(k.shape[0], -1, q.shape[2])
         sliced.partial_attention(grouped, keys[:, :before], values[:, :before], past.scaling, "cudnn")
-        sliced.causal_attention(q, k, v, past.scaling, "flash")
+        sliced.causal_attention(q, k, v, past.scaling, "cudnn")
 
     # The causal mask of this operation is aligned to the lower right, as torch.nn.attention.bias uses it.
     return {

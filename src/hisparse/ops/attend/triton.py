@@ -74,16 +74,20 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, library: L
         return partial_attention(grouped, k, v, scaling, "flash" if library == "cudnn" else library)
     if library == "plain":
         return _plain(grouped, k, v, scaling, True)
-    if library == "efficient":
-        every = (x.repeat_interleave(q_heads // heads, 0)[None] for x in (k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q[None], *every, None, True, is_causal=True, scale=scaling
-        )[:2]
-    else:
+    if library == "flash":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
             q[None], k[None], v[None], is_causal=True, scale=scaling
         )[:2]
-    return out[0].reshape(heads, -1, dim), lse[0, :, :chunk].reshape(heads, -1)
+    else:  # these want a KV head for every query head: the chunk's own are few
+        keys, values = (x.repeat_interleave(q_heads // heads, 0)[None] for x in (k, v))
+        fused = torch.ops.aten
+        call = (
+            fused._scaled_dot_product_cudnn_attention
+            if library == "cudnn"
+            else fused._scaled_dot_product_efficient_attention
+        )
+        out, lse = call(q[None], keys, values, None, True, is_causal=True, scale=scaling)[:2]
+    return out[0].reshape(heads, -1, dim), lse.reshape(*lse.shape[1:3])[:, :chunk].reshape(heads, -1)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Part:

@@ -313,3 +313,19 @@ def test_the_public_operation_reads_the_pages_asked_for() -> None:
     part = c.packed[0]
     chosen = Packed(part.pages, part.fmt, torch.tensor([4, 1]))
     close(public_attend(*c.hand(), [chosen], c.stats, 0.2), oracle(replace(c, packed=[chosen]), 0.2), torch.float32)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a library of GPU kernels")
+@pytest.mark.parametrize("library", ["cudnn", "flash", None])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_chunks_over_long_pasts_by_each_library(library: str | None, dim: int) -> None:
+    c = case(2, 4, dim, 1024, 100, [(700, 8), (1100, 4)], torch.bfloat16)
+    part = c.packed[1]
+    source = HostRows.of([part.pages.cpu().pin_memory()], torch.device(DEVICE))
+    packed = [c.packed[0], Packed(source, part.fmt, torch.arange(1100))]
+    q, k, v, dense_k, dense_v = (x.double() for x in c.hand())
+    want = reference.attend(q, k, v, dense_k, dense_v, c.packed, c.stats, 0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sliced, "WORKSPACE", 8192 * 2 * 2 * dim * 2)
+        found = sliced.attend(*c.hand(), packed, c.stats, 0.1, library)
+    assert float((found.double() - want).norm() / want.norm()) < 1e-2

@@ -24,6 +24,7 @@ SHAPES = [  # heads, head_dim, queries, bits, row_size, counts
     pytest.param(2, 256, 3, 1, 12, [40], id="2x256-3q-1bit-rows12"),
     pytest.param(4, 128, 12, 2, 16, [9, 63], id="4x128-12q-2bit-rows16"),
     pytest.param(6, 128, 2, 2, 4, [63], id="6x128-2q-2bit-rows4"),
+    pytest.param(2, 128, 4, 1, 4, [0, 7, *range(40), 123], id="2x128-4q-1bit-43-sequences"),
     pytest.param(2, 96, 7, 2, 4, [123], id="2x96-7q-2bit-another-twin"),
     pytest.param(2, 128, 4, 2, 5, [63], id="2x128-4q-2bit-rows5-another-twin"),
 ]
@@ -120,10 +121,13 @@ def test_a_step_is_captured_and_follows_the_lengths_on_the_device() -> None:
         assert torch.equal(captured.rows, expected.rows)
 
 
-@pytest.mark.parametrize("heads", range(1, 9))
-@pytest.mark.parametrize("queries", range(1, 17))
-@pytest.mark.parametrize(("dim", "bits"), [(64, 2), (128, 1), (128, 2), (256, 1), (256, 2)])
-def test_plans_cover_all_heads(heads: int, queries: int, dim: int, bits: int) -> None:
+@given(
+    heads=st.integers(1, 64),
+    queries=st.integers(1, 16),
+    shape=st.sampled_from([(64, 2), (128, 1), (128, 2), (256, 1), (256, 2)]),
+)
+def test_plans_cover_all_heads(heads: int, queries: int, shape: tuple[int, int]) -> None:
+    dim, bits = shape
     plan = plan_heads(heads, dim, bits, queries, 4)
     assert plan is not None
     assert plan.blocks * plan.warp_heads == heads

@@ -91,12 +91,18 @@ class Kernel:
         return int(_check(self._driver.cuFuncGetAttribute(kind, self._function), self.name))
 
     def __call__(
-        self, grid: tuple[int, int, int], block: int, args: Sequence[Tensor | int | float | None], shared: int = 0
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        args: Sequence[Tensor | int | float | None],
+        shared: int = 0,
+        overlap: bool = False,
     ) -> None:
         """Launch on the current stream.
 
         args: tensors go as pointers (None: a null one), int as int32, float as float32. shared: dynamic shared memory,
-        bytes.
+        bytes. overlap: programs may start before the kernel ahead has ended; it is for the kernel itself to wait for
+        that (``griddepcontrol.wait``) before it touches what the kernel ahead touches.
         """
         if shared > max(self._shared, 48 * 1024):
             kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -116,7 +122,18 @@ class Kernel:
                 kinds.append(ctypes.c_int)
         stream = torch.cuda.current_stream().cuda_stream
         arguments = (tuple(values), tuple(kinds))
-        _check(self._driver.cuLaunchKernel(self._function, *grid, block, 1, 1, shared, stream, arguments, 0), self.name)
+        if not overlap:
+            launched = self._driver.cuLaunchKernel(self._function, *grid, block, 1, 1, shared, stream, arguments, 0)
+        else:
+            config, attribute = self._driver.CUlaunchConfig(), self._driver.CUlaunchAttribute()
+            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+            config.sharedMemBytes, config.hStream = shared, stream
+            config.attrs, config.numAttrs = [attribute], 1
+            launched = self._driver.cuLaunchKernelEx(config, self._function, arguments, 0)
+        _check(launched, self.name)
 
 
 @cache

@@ -10,7 +10,7 @@ Shapes that the kernels do not take (see :func:`plan_heads`) go to the Triton tw
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -35,12 +35,13 @@ class Tuning:
     """How the work is cut.
 
     warps: warps of a program, one program a multiprocessor; stages: tiles of 8 rows that each warp has on their way;
-    chunk: rows that a program chooses from, a multiple of 1024.
+    chunk: rows that a program chooses from, a multiple of 1024; overlap: kernels start while the one ahead ends.
     """
 
     warps: int = 12
     stages: int = 3
     chunk: int = 2048
+    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _fit(tune: Tuning, stage: int) -> Tuning:
             stages -= 1
         else:
             warps -= 1
-    return Tuning(warps, stages, tune.chunk)
+    return replace(tune, warps=warps, stages=stages)
 
 
 def scan_rows(
@@ -191,19 +192,22 @@ def _scan(
         1024,
         [q, stats.query_basis, codes, scales, table, count, weights, middle, top, tiles, cleared,
          0 if cleared is None else cleared.numel(), scaling / math.log(2), q.stride(0), q.stride(1), width],
+        overlap=tune.overlap,
     )  # fmt: skip
     kernel = _scan_kernel(plan, "scan_rows", q, stats, bits, row_size, tune)
     kernel(
         (programs, 1, 1),
         32 * tune.warps,
-        [weights, middle, top, tiles, codes, scales, table, count, roots, part, batch, width],
+        [weights, middle, top, codes, scales, table, count, roots, part, batch, width],
         tune.warps * tune.stages * plan.stage_bytes(row_size),
+        tune.overlap,
     )
     kernel = _select_kernel("sum_rows", tune.chunk, plan.sets, plan.blocks, device)
     kernel(
         (-(-width // (128 * _reach(plan.sets, plan.blocks))), batch, 1),
         512,
         [roots, part, tiles, count, worth, histogram, batch, width, programs, base],
+        overlap=tune.overlap,
     )
     return worth
 
@@ -218,16 +222,16 @@ def select_top(
     heads: int = TYPICAL_HEADS,
 ) -> Chosen:
     """See :func:`hisparse.ops.scan.select_top`; `heads`: the query heads that the worth is a sum over, for speed."""
-    (batch, width), chunk = worth.shape, (tuning or Tuning()).chunk
+    (batch, width), tune = worth.shape, tuning or Tuning()
     if not batch or not width:
         empty: Chosen = import_module("hisparse.ops.scan.reference").select_top(worth, table, count, budget, wanted)
         return empty
     worth, table, count = worth.contiguous(), table.contiguous(), count.contiguous()
-    base, chunks = lowest_bin(heads, budget), -(-width // chunk)
+    base, chunks = lowest_bin(heads, budget), -(-width // tune.chunk)
     cleared = torch.zeros(batch * (BINS + chunks + 1), dtype=torch.int32, device=worth.device)
-    kernel = _select_kernel("count_rows", chunk, 1, 1, worth.device)
+    kernel = _select_kernel("count_rows", tune.chunk, 1, 1, worth.device)
     kernel((chunks, batch, 1), 512, [worth, count, cleared, width, base])
-    return _choose(worth, table, count, budget, wanted, cleared, base, chunk)
+    return _choose(worth, table, count, budget, wanted, cleared, base, tune)
 
 
 def scan_and_select(
@@ -253,7 +257,7 @@ def scan_and_select(
     table, count = table.contiguous(), count.contiguous()
     cleared = torch.empty(batch * (BINS + -(-width // tune.chunk) + 1), dtype=torch.int32, device=q.device)
     worth = _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, cleared, cleared, base)
-    return _choose(worth, table, count, budget, wanted, cleared, base, tune.chunk)
+    return _choose(worth, table, count, budget, wanted, cleared, base, tune)
 
 
 def _choose(
@@ -264,7 +268,7 @@ def _choose(
     wanted: Tensor | None,
     counted: Tensor,
     base: int,
-    chunk: int,
+    tune: Tuning,
 ) -> Chosen:
     """`counted`: int32, the histogram [B, BINS], then zeros [B, chunks + 1]."""
     batch, width = worth.shape
@@ -272,11 +276,12 @@ def _choose(
     chosen = torch.empty(batch, dtype=torch.int32, device=worth.device)
     key, place = torch.empty(2, batch, width, dtype=torch.int32, device=worth.device).unbind()
     limits = None if wanted is None else wanted.contiguous()
-    kernel = _select_kernel("choose_rows", chunk, 1, 1, worth.device)
+    kernel = _select_kernel("choose_rows", tune.chunk, 1, 1, worth.device)
     kernel(
-        (-(-width // chunk), batch, 1),
+        (-(-width // tune.chunk), batch, 1),
         1024,
         [worth, table, count, limits, counted, counted[batch * BINS :], rows, chosen, key, place, width, budget, base],
+        overlap=tune.overlap,
     )
     return Chosen(rows, chosen)
 

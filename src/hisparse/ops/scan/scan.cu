@@ -105,6 +105,10 @@ __device__ __forceinline__ void read_shared(u32 (&w)[N], u32 at) {
   }
 }
 
+// For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- scores ------------------------------------------------------------------------------------------------------
 
 // Adds the products of the words of two tokens (rows g and g + 8 of the operand) with one head's weights.
@@ -165,6 +169,8 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
   __shared__ float s_middle[NQ], s_top[SAMPLES][NQ];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, h = blockIdx.x, b = blockIdx.y;
   const int g = lane >> 2, t = lane & 3;
+  wait_for_previous();
+  start_next();
 
   // Sampled rows first: their bytes are three loads away.
   const int n_rows = clamp_count(count, b, max_rows);
@@ -304,6 +310,46 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
 
 // ---- the scan ----------------------------------------------------------------------------------------------------
 
+// Tiles of all sequences and head blocks; finds the sequence that has tile `at` of them.
+struct Place {
+  int b, before, each;  // the sequence, tiles of the sequences before it, tiles of one of its head blocks
+};
+
+__device__ __forceinline__ int count_tiles(const int* count, int b, int batch, int max_rows) {
+  return b < batch ? (clamp_count(count, b, max_rows) + 7) / 8 * BLOCKS : 0;
+}
+
+__device__ __forceinline__ int all_tiles(const int* count, int batch, int max_rows, int lane) {
+  int sum = 0;
+  for (int b = lane; b < batch; b += 32) sum += count_tiles(count, b, batch, max_rows);
+#pragma unroll
+  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  return sum;
+}
+
+__device__ __forceinline__ Place find_place(const int* count, int batch, int max_rows, int at, int lane) {
+  int before = 0;
+  for (int first = 0;; first += 32) {
+    const int own = count_tiles(count, first + lane, batch, max_rows);
+    int sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const u32 reached = __ballot_sync(~0u, before + sum > at);
+    if (reached || first + 32 >= batch) {
+      const int i = __ffs(reached) - 1;
+      Place place;
+      place.b = first + i;
+      place.each = __shfl_sync(~0u, own, i) / BLOCKS;
+      place.before = before + __shfl_sync(~0u, sum - own, i);
+      return place;
+    }
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+
 struct Ids {
   int low, high;  // rows lane / 8 and 4 + lane / 8 of a tile; -1 where there is none
 };
@@ -344,27 +390,25 @@ __device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, con
 //   value u32 [BLOCKS, B, max_rows, 4, SETS]: two bfloat16, columns 2 t and 2 t + 1: the root of a row's attention;
 //   part float32 [grid + B * BLOCKS, PC]: at program + sequence * BLOCKS + block, the sum of the program's attention.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-scan_rows(const u32* frag, const float* middle, const float* top, const int* tiles, const u8* codes, const u8* scales,
-          const int* table, const int* count, u32* value, float* part, int batch, int max_rows) {
+scan_rows(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
+           const int* count, u32* value, float* part, int batch, int max_rows) {
   extern __shared__ __align__(16) u8 ring[];
   __shared__ float s_total[WARPS][PC];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
-  const int all = tiles[batch] * BLOCKS, programs = min((int)gridDim.x, all);
-  if ((int)blockIdx.x >= programs) return;
+  start_next();
+  const int all = all_tiles(count, batch, max_rows, lane), programs = min((int)gridDim.x, all);
+  if ((int)blockIdx.x >= programs) {
+    wait_for_previous();  // or this kernel could end before the one ahead, and what follows would not wait for that one
+    return;
+  }
   int at = share_start(blockIdx.x, programs, all);
   const int stop = share_start(blockIdx.x + 1, programs, all);
-  int b = 0;
-  for (int high = batch; high - b > 1;) {  // the sequence of tile `at`
-    const int mid = (b + high) / 2;
-    if (tiles[mid] * BLOCKS <= at) b = mid; else high = mid;
-  }
   const u32 own = shared_address(ring) + warp * (STAGES * STAGE);
 
   while (at < stop) {
-    while (tiles[b + 1] * BLOCKS <= at) ++b;
-    const int before = tiles[b], each = tiles[b + 1] - before;  // tiles of a head block
-    const int block = (at - before * BLOCKS) / each;
-    const int base = before * BLOCKS + block * each;
+    const Place place = find_place(count, batch, max_rows, at, lane);
+    const int b = place.b, each = place.each, block = (at - place.before) / each;
+    const int base = place.before + block * each;
     const int first = at - base + warp, end = min(stop - base, each);
     const int n_rows = clamp_count(count, b, max_rows);
     const int* rows = table + (i64)b * max_rows;
@@ -381,6 +425,7 @@ scan_rows(const u32* frag, const float* middle, const float* top, const int* til
     }
     Ids next = read_ids(rows, first + STAGES * WARPS, n_rows, lane);
 
+    wait_for_previous();  // sketches, tables and counts are older; the weights are not
     u32 weight[HB][NB][FRAG];
     const i64 head = (i64)b * HEADS + block * HB;
 #pragma unroll

@@ -17,6 +17,14 @@ constexpr int CHOOSERS = 1024;    // of choose_rows
 constexpr int EACH = CHUNK / CHOOSERS;
 static_assert(BINS == 2 * CHOOSERS, "two bins a thread");
 
+// ---- instructions ------------------------------------------------------------------------------------------------
+
+// For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- worth -------------------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ int clamp_count(const int* count, int b, int max_rows) {
   const int c = count[b];
   return c < 0 ? 0 : c < max_rows ? c : max_rows;
@@ -48,6 +56,9 @@ sum_rows(const u32* value, const float* part, const int* tiles, const int* count
   const int tid = threadIdx.x, b = blockIdx.y, t = tid & 3, quad = tid >> 2;
   const int n_rows = clamp_count(count, b, max_rows), first = blockIdx.x * (THREADS / 4 * REACH);
   float* to = worth + (i64)b * max_rows;
+  clear_bins(s_bins);
+  wait_for_previous();
+  start_next();
   if (first >= n_rows) {
     for (int i = first + tid; i < min(first + THREADS / 4 * REACH, max_rows); i += THREADS) to[i] = __int_as_float(0xFF800000);
     return;
@@ -74,7 +85,6 @@ sum_rows(const u32* value, const float* part, const int* tiles, const int* count
       }
     }
   }
-  clear_bins(s_bins);
 
   // All attention of each column: programs' sums, added in the same order everywhere.
   constexpr int COLUMNS = BLOCKS * PC, WAYS = THREADS / COLUMNS;
@@ -136,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 count_rows(const float* worth, const int* count, int* histogram, int max_rows, int base) {
   __shared__ int s_bins[BINS];
   const int b = blockIdx.y, first = blockIdx.x * CHUNK, end = min(first + CHUNK, clamp_count(count, b, max_rows));
+  start_next();
   if (first >= end) return;
   clear_bins(s_bins);
   __syncthreads();
@@ -220,8 +231,14 @@ choose_rows(const float* worth, const int* table, const int* count, const int* l
 #pragma unroll
   for (int e = 0; e < EACH; ++e) {
     const int row = chunk * CHUNK + tid * EACH + e;
-    own[e] = row < n_rows ? key_of(worth[row]) : -1;
     id[e] = row < n_rows ? table[row] : 0;
+  }
+  wait_for_previous();
+  start_next();
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    const int row = chunk * CHUNK + tid * EACH + e;
+    own[e] = row < n_rows ? key_of(worth[row]) : -1;
   }
   // Thread i has bins BINS - 1 - 2 i and the one below: sums run from the top bin down. One bin reaches what is wanted.
   const int2 bins = ((const int2*)(histogram + b * BINS))[CHOOSERS - 1 - tid];

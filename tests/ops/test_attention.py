@@ -269,15 +269,16 @@ def test_gathered_pages_are_those_asked_for(rows: int, size: int) -> None:
     chunk=st.integers(1, 120),
     rows=st.integers(1, 60),
     row_size=st.sampled_from([1, 3, 4, 8]),
+    bits=st.sampled_from([1, 2]),
     seed=st.integers(0, 2**31),
 )
 def test_worth_of_rows_is_the_sum_of_roots_of_attention(
-    heads: int, group: int, dim: int, chunk: int, rows: int, row_size: int, seed: int
+    heads: int, group: int, dim: int, chunk: int, rows: int, row_size: int, bits: int, seed: int
 ) -> None:
     make = torch.Generator().manual_seed(seed)
     keys = torch.randn(rows, row_size, heads, dim, generator=make) + 3
     stats = estimate_stats(keys.flatten(0, 1), keys.flatten(0, 1), torch.arange(dim)).to(DEVICE)
-    codes, scales = build_sketch(keys.to(DEVICE), stats, 2)
+    codes, scales = build_sketch(keys.to(DEVICE), stats, bits)
     q = torch.randn(heads * group, chunk, dim, generator=make).to(DEVICE)
     count = (rows + 1) // 2
     sample = q[:, chunk_samples(chunk)]

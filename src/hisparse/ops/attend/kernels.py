@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.ops.fetch import HostRows
+from hisparse.ops.sketch import STEP
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -102,6 +103,49 @@ def gather(source: HostRows, ids: Tensor, out: Tensor, programs: int = 16) -> No
     _gather[(min(programs, -(-len(ids) // rows)),)](
         source.addresses, ids, out.view(torch.int32), len(ids), source.per_segment, words, wide, rows, **options
     )
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _coordinates(
+    p_codes, p_scales, p_out, n_rows, HEADS: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr,
+    C: tl.constexpr, STEP4: tl.constexpr, STEP2: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """p_out float16 [HEADS, n_rows * R, C] of sketches, p_codes int16 [n_rows, HEADS, R, PAIRS] as pairs of bytes."""
+    i_head = tl.program_id(1)
+    t = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
+    n_tokens = n_rows.to(tl.int64) * R
+    m_t = t < n_tokens
+    i = tl.arange(0, PP)
+    mask = m_t[:, None] & (i < PAIRS)[None, :]
+    at = (t // R * HEADS + i_head) * R + t % R
+    pair = tl.load(p_codes + at[:, None] * PAIRS + i[None, :], mask=mask, other=0).to(tl.int32)
+    scale = tl.exp2((tl.load(p_scales + at, mask=m_t, other=128).to(tl.float32) - 128.0) / 16)[:, None]
+    p_token = p_out + (i_head.to(tl.int64) * n_tokens + t)[:, None] * C + i[None, :]
+    for s in tl.static_range(2):
+        code = ((pair >> (4 * s)) & 15).to(tl.float32)
+        tl.store(p_token + s * PAIRS, ((code - 7.5) * STEP4 * scale).to(tl.float16), mask=mask)
+    for s in tl.static_range(4):
+        code = ((pair >> (8 + 2 * s)) & 3).to(tl.float32)
+        tl.store(p_token + (2 + s) * PAIRS, ((code - 1.5) * STEP2 * scale).to(tl.float16), mask=mask)
+
+
+def coordinates(codes: Tensor, scales: Tensor) -> Tensor:
+    """float16 [H, n * R, C]: what sketches say of the keys, in their basis and without the mean key.
+
+    codes uint8 [n, H, R, W], scales uint8 [n, H, R]: see :mod:`hisparse.ops.sketch`. C is 3 W, rounded up to a multiple
+    of 8 with zeros.
+    """
+    n, heads, row_size, width = codes.shape
+    filled = 3 * width
+    wide = -(-filled // 8) * 8
+    make = torch.empty if wide == filled else torch.zeros
+    out = make(heads, n * row_size, wide, dtype=torch.float16, device=codes.device)
+    if n:
+        _coordinates[(-(-n * row_size // TOKENS), heads)](
+            codes.contiguous().view(torch.int16), scales.contiguous(), out, n, heads, row_size, width // 2,
+            triton.next_power_of_2(width // 2), wide, STEP[4], STEP[2], TOKENS,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit

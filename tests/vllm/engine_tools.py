@@ -42,10 +42,13 @@ def engine(config: dict[str, Any] | None, memory: int = 256 * MIB, block_tokens:
         "disable_log_stats": False,
         "seed": 0,
     }
-    llm = LLM(**{**settings, **options})
+    llm = None
     try:
+        llm = LLM(**{**settings, **options})
         yield llm
     finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()

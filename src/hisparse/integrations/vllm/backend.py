@@ -25,7 +25,7 @@ from hisparse.integrations.vllm.runtime import Metadata, Runtime
 from hisparse.integrations.vllm.spec import RingSpec, packed_spec
 
 _RUNTIMES: dict[str, tuple[Any, Runtime]] = {}
-"""The one engine whose model was built last in this process, by a fixed key: vLLM asks classes, not objects, for specs."""
+"""The engine whose model was built last in this process: vLLM asks classes, not objects, for specs."""
 _KEY = "engine"
 
 

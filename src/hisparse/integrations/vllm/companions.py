@@ -80,8 +80,8 @@ def companions(vllm_config: Any, options: Options) -> tuple[Scorer, list[Channel
         stats = calibration_for(identity, options.calibration)
         if stats is None:
             warnings.warn(
-                "no calibration for this model: channel statistics are estimated from the first tokens that are packed. "
-                "Make one with `hisparse calibrate`",
+                "no calibration for this model: channel statistics are estimated from the first tokens that are "
+                "packed. Make one with `hisparse calibrate`",
                 stacklevel=2,
             )
         return scorer, stats
@@ -99,8 +99,10 @@ def of_rank(stats: ChannelStats, rank: int, heads: int, total: int, ranks: int) 
     first = rank * total // ranks
     part = slice(first, first + heads)
     basis = None if stats.key_basis is None else stats.key_basis[part].contiguous()
-    parts = (x[part].contiguous() for x in (stats.k_mean, stats.k_scale, stats.v_mean, stats.v_scale))
-    return ChannelStats(*parts, stats.order, basis)
+    k_mean, k_scale, v_mean, v_scale = (
+        x[part].contiguous() for x in (stats.k_mean, stats.k_scale, stats.v_mean, stats.v_scale)
+    )
+    return ChannelStats(k_mean, k_scale, v_mean, v_scale, stats.order, basis)
 
 
 def choose_kept(scorer: Scorer, values: Tensor, number: int, head: int) -> Tensor:

@@ -45,7 +45,7 @@ class LayerMemory:
         flat = blocks.view(torch.uint8).as_strided((len(blocks), layout.block_bytes), (layout.block_bytes, 1))
         slots = max(layout.ring_tokens, layout.head)
         dense = flat[:, : slots * layout.token_bytes].view(layout.dtype)
-        self.dense = dense.unflatten(1, (slots, 2, layout.heads, layout.head_dim))
+        self.dense = dense.view(len(blocks), slots, 2, layout.heads, layout.head_dim)
         self.pages = flat.view(-1, layout.page_stride)[:, : layout.page.page_bytes]
         self.codes = self.scales = self.row_pages = self.pages[:0]
         if layout.has_rows:
@@ -199,9 +199,7 @@ class LayerMemory:
     def _choose(self, q: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None) -> Chosen:
         assert self.stats is not None  # rows exist, so something was packed
         bits = self.config.selection.sketch_bits
-        return scan_and_select(
-            q, self.codes, self.scales, table, count, self.stats, self.scaling, bits, budget, wanted
-        )
+        return scan_and_select(q, self.codes, self.scales, table, count, self.stats, self.scaling, bits, budget, wanted)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step, row: int, past: int, packed: int) -> Tensor:
         """Attention of a chunk of one request, request `row` of the step, over its past and causally over itself.
@@ -268,7 +266,7 @@ class LayerMemory:
                     Packed(pages, layout.row),
                     self.stats,
                     self.scaling,
-                )  # fmt: skip
+                )
             )
         return torch.cat(pieces, dim=1)
 

@@ -60,8 +60,9 @@ def _path(given: dict[str, Any], key: str) -> Path | None:
 
 
 def refuse(vllm_config: Any, config: HiSparseConfig) -> None:
-    """Raise UnsupportedError for what the engine is asked to do and HiSparse cannot do, ConfigError for a model of another
-    size than the configuration says.
+    """Raise UnsupportedError for what the engine is asked to do and HiSparse cannot do.
+
+    A model of another size than the configuration says raises ConfigError.
 
     `vllm_config`: vLLM's, of which attributes alone are read.
     """

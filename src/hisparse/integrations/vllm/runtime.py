@@ -87,8 +87,8 @@ class Runtime:
         )
         if self.config.evict != "none" and target is not None and reached < target:
             logger.warning(
-                "HiSparse: budget.capacity = %g is out of reach at --max-model-len %d (%.2f): the dense tail weighs too "
-                "much. A longer context, selection.sketch_bits = 1 or a shorter tlif.prefix_length reaches more",
+                "HiSparse: budget.capacity = %g is out of reach at --max-model-len %d (%.2f): the dense tail weighs "
+                "too much. A longer context, selection.sketch_bits = 1 or a shorter tlif.prefix_length reaches more",
                 target,
                 self.context,
                 reached,
@@ -148,7 +148,9 @@ class Runtime:
 
     def _note_full(self, metadata: Metadata, rows: list[int], ends: list[int]) -> None:
         """Remember the blocks that requests with one new token fill in this step."""
-        assert metadata.pages is not None and metadata.ring is not None and metadata.step is not None
+        assert metadata.pages is not None
+        assert metadata.ring is not None
+        assert metadata.step is not None
         tokens = self.layout.tokens
         for row in rows:
             block = ends[row] // tokens - 1
@@ -212,7 +214,9 @@ class Runtime:
 
         qkv: q [T, Hq, D], k, v [T, H, D].
         """
-        assert metadata.pages is not None and metadata.ring is not None and metadata.step is not None
+        assert metadata.pages is not None
+        assert metadata.ring is not None
+        assert metadata.step is not None
         q, k, v = qkv
         tokens, device = self.layout.tokens, k.device
         part = slice(chunk.row, chunk.row + 1)
@@ -223,7 +227,7 @@ class Runtime:
             past_k, past_v = memory.read(ring_place(self.layout, ring, lead, old))
             whole = (end - begin) * tokens
             full_k, full_v = (
-                torch.cat([before[0], now])[:whole].unflatten(0, (end - begin, tokens))
+                torch.cat([before[0], now])[:whole].view(end - begin, tokens, *now.shape[1:])
                 for before, now in ((past_k, k), (past_v, v))
             )
             blocks = metadata.pages[chunk.row, begin:end].long()

@@ -70,10 +70,10 @@ class RingSpec(AttentionSpec):  # type: ignore[misc]
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         longest = -(-vllm_config.model_config.max_model_len // self.ring_tokens)
-        return min(self.ring_blocks, longest) * int(self.page_size_bytes)
+        return int(min(self.ring_blocks, longest) * self.page_size_bytes)
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        return -(-max_len // self.block_size) + self.ring_blocks
+        return int(-(-max_len // self.block_size) + self.ring_blocks)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         return all(spec == self for spec in kv_cache_specs.values())

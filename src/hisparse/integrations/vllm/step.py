@@ -92,8 +92,8 @@ def make_step(
 ) -> Step:
     """Tables of one step.
 
-    pages, ring: int32 [B, n], block tables; past, new: int64 [B], tokens computed before and in this step; width: blocks
-    that tables have room for (no request reads more packed). All shapes follow from arguments' shapes and `width`.
+    pages, ring: int32 [B, n], block tables; past, new: int64 [B], tokens computed before and in this step; width:
+    blocks that tables have room for (no request reads more packed). All shapes follow from those of the arguments.
     """
     device, head, tokens = pages.device, layout.head, layout.tokens
     lead = leading(ring).clamp_max(ring.shape[1] - 1)

@@ -23,8 +23,7 @@ def prose() -> str:
 @pytest.fixture(scope="session")
 def ids(prose: str) -> list[int]:
     """The same as token ids."""
-    from transformers import AutoTokenizer
-
     from engine_tools import model_directory
+    from transformers import AutoTokenizer
 
     return list(AutoTokenizer.from_pretrained(model_directory())(prose).input_ids)

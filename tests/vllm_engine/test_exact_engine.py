@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_tools import MIB, RAW, engine, generate, metric  # noqa: E402
+from engine_tools import MIB, RAW, engine, generate, metric
 
 SMALL = {**RAW, "tlif": {"prefix_length": 24}}
 # Blocks of 64 tokens and a tail of 24, so that requests cross many blocks and rings turn over.

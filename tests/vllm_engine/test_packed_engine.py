@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_tools import MIB, capacity, engine, generate, metric, runtime  # noqa: E402
+from engine_tools import MIB, capacity, engine, generate, metric, runtime
 
-from hisparse.evaluate.needles import NeedleContext, build_contexts, prompt_parts  # noqa: E402
+from hisparse.evaluate.needles import NeedleContext, build_contexts, prompt_parts
 
 LONG = 32768
 
 
 def test_the_scheduler_sees_nine_times_the_tokens() -> None:
-    """In the same bytes as the stock engine's bfloat16 cache, for requests that may take the model four times as far."""
+    """In the same bytes as the stock engine's bfloat16 cache, for requests of up to 32 768 tokens."""
     longer = {"max_model_len": LONG, "hf_overrides": {"max_position_embeddings": LONG}, "dtype": "bfloat16"}
     memory = 1536 * MIB
     with engine(None, memory, **longer) as llm:
@@ -40,9 +40,8 @@ def test_a_prompt_larger_than_the_stock_pool(ids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def contexts(prose: str) -> list[NeedleContext]:
-    from transformers import AutoTokenizer
-
     from engine_tools import model_directory
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_directory())
     return build_contexts(tokenizer, prose, "single", 1600, 6)
@@ -85,8 +84,8 @@ def agreement(some: list[list[list[int]]], others: list[list[list[int]]]) -> flo
 def test_hits_company_and_small_pieces_leave_the_text_alone(ids: list[int]) -> None:
     """The same prompts alone, again from the prefix cache, and together.
 
-    Packing is a function of a block's tokens, so a block found in the cache is the one that the request would have made.
-    A prompt read at once attends densely to itself, one found in the cache to what is packed: that may change a token.
+    Packing is a function of a block's tokens: a block found in the cache is the one that the request would have made. A
+    prompt read at once attends densely to itself, one found in the cache to what is packed: that may change a token.
     """
     prompts = [ids[60 * i : 60 * i + length] for i, length in enumerate((300, 1100, 700))]
     with engine({"selection": {"min_tokens": 256}}, max_num_batched_tokens=512) as llm:

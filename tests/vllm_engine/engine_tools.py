@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hisparse.models.load import _MEMBER, _SHA256, default_gguf
 from hisparse.models.gguf import conversion_directory, converted
+from hisparse.models.load import _MEMBER, _SHA256, default_gguf
 
 MIB = 1 << 20
 RAW: dict[str, Any] = {"evict": "none", "vtq": {"enable_per_block_quant": False}}
@@ -25,8 +25,10 @@ def model_directory() -> str:
 
 
 @contextmanager
-def engine(config: dict[str, Any] | None, memory: int = 256 * MIB, block_tokens: int = 256, **options: Any) -> Iterator[Any]:
-    """A vLLM engine; `config` None for the stock backend, else HiSparse's configuration. Float32 unless told otherwise."""
+def engine(
+    config: dict[str, Any] | None, memory: int = 256 * MIB, block_tokens: int = 256, **options: Any
+) -> Iterator[Any]:
+    """A vLLM engine in float32; `config` None for the stock backend, else HiSparse's configuration."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

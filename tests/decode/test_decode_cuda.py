@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from hisparse.ops import _cuda
 from hisparse.ops.decode import DecodeResult
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SOURCE = Path(_cuda.__file__).parent / "decode" / "decode.cu"
 SIZES = {
     "HEADS": 4, "QUERIES": 8, "DIM": 128, "GROUP": 64, "K_BITS": 5, "V_BITS": 5, "SPLIT": 1, "BF16": 1, "KEPT_P": 8,
     "ROWS_P": 4, "TILES": 3, "STAGES": 6, "BLOCKS": 1, "MASS": 0, "CHUNK": 256,
@@ -32,7 +31,7 @@ def run_cuda(case, monkeypatch, page_mass=False, split="rope", tuning=None):  # 
         return out.fill_(float("nan")) if out.dtype.is_floating_point else out
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    case = _on_device(case, "cuda")
+    case = _on_device(copy.copy(case), "cuda")
     assert cuda.supports(case.q, case.dense_k, case.kept, case.recalled, case.stats, None, page_mass, split)
     result = cuda.decode_attention(*case.arguments(), None, None, page_mass, split, tuning)
     return DecodeResult(*(None if x is None else x.cpu() for x in result))
@@ -86,6 +85,18 @@ def test_at_every_width(bits, monkeypatch):  # type: ignore[no-untyped-def]
 
 
 @needs_gpu
+@pytest.mark.parametrize("processors", [5, 7, 40])
+@pytest.mark.parametrize("rows", [None, (150,)], ids=str)
+def test_long_shares(processors, rows, monkeypatch):  # type: ignore[no-untyped-def]
+    """Shares of more stages than the pipeline is deep, of one kind of page or two."""
+    from hisparse.ops.decode import cuda
+
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda index: processors)
+    case = make_case(torch.bfloat16, 4, 8, 128, 8, group=64, split="rope", counts=(301,), rows=rows, lengths=(148,))
+    check(case, run_cuda(case, monkeypatch))
+
+
+@needs_gpu
 def test_steps_and_scores_of_any_size(monkeypatch):  # type: ignore[no-untyped-def]
     """Values of very different sizes from page to page, and scores that rise from tile to tile."""
     case = make_case(torch.float16, 2, 8, 128, 8, group=64, split="rope", counts=(200,), rows=None, lengths=(1,))
@@ -115,7 +126,7 @@ def test_a_captured_call_follows_its_lengths():  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 64), (128, 128), (256, 64)])
 def test_it_compiles(dim, group):  # type: ignore[no-untyped-def]
     """No GPU needed."""
-    source = SOURCE.read_text()
+    source = _cuda.read_source("decode/decode.cu")
     for split, mass in itertools.product((0, 1), (0, 1)):
         sizes = SIZES | {"DIM": dim, "GROUP": group, "SPLIT": split, "MASS": mass, "TILES": 1, "STAGES": 2}
         options = [f"--define-macro={name}={value}" for name, value in sizes.items()]

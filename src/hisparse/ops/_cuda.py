@@ -1,11 +1,13 @@
 """CUDA C++ kernels: compiled for the card at hand by NVRTC when first used, launched on torch's current stream.
 
-Sources lie beside the ops (``ops/<op>/*.cu``), include nothing, and take their sizes as macros.
+Sources lie beside the ops (``ops/<op>/*.cu``), include nothing but files of their folder, and take their sizes as
+macros.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -45,6 +47,16 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def read_source(path: str) -> str:
+    """The source `path` (under ops/), with what it includes from its folder in place."""
+    file = FOLDER / path
+    parts = re.split(r'^#include "(.*)"$', file.read_text(), flags=re.MULTILINE)
+    for i in range(1, len(parts), 2):
+        name = parts[i]
+        parts[i] = f'#line 1 "{name}"\n{(file.parent / name).read_text()}#line 1 "{file.name}"'
+    return "".join(parts)
+
+
 def compile_source(source: str, name: str, architecture: str, options: Sequence[str] = ()) -> bytes:
     """Machine code of `source` for `architecture` ("sm_90"). Needs no GPU.
 
@@ -58,7 +70,9 @@ def compile_source(source: str, name: str, architecture: str, options: Sequence[
     if int(code) != 0:
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), name)
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise UnsupportedError(f"{name} does not compile for {architecture}:\n{log.decode(errors='replace').rstrip(chr(0))}")
+        raise UnsupportedError(
+            f"{name} does not compile for {architecture}:\n{log.decode(errors='replace').rstrip(chr(0))}"
+        )
     binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), name)
     _check(nvrtc.nvrtcGetCUBIN(program, binary), name)
     nvrtc.nvrtcDestroyProgram(program)
@@ -142,7 +156,7 @@ def _load(path: str, function: str, defines: tuple[tuple[str, int], ...], regist
     if registers is not None:
         options.append(f"--maxrregcount={registers}")
     major, minor = torch.cuda.get_device_capability(index)
-    source = (FOLDER / path).read_text()
+    source = read_source(path)
     with torch.cuda.device(index):
         return Kernel(compile_source(source, path, f"sm_{major}{minor}", options), function)
 

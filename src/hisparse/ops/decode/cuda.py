@@ -37,12 +37,12 @@ class Tuning:
 
 def default_tuning(heads: int, dim: int, page_bytes: int, page_tokens: int) -> Tuning:
     """As many warps as have registers, and stages that fill shared memory."""
-    warps = 15 if dim <= 128 else 7
-    tiles = max(1, warps // heads)
+    warps = 16 if dim <= 128 else 8
+    tiles = max(1, min(warps // heads, 8))
     while 16 * tiles % page_tokens:
         tiles += 1
     stage = 16 * tiles // page_tokens * page_bytes
-    return Tuning(tiles, max(2, min(8, (SHARED - 1024) // stage)))
+    return Tuning(tiles, max(2, min(8, (SHARED - 2048) // stage)))
 
 
 @cache
@@ -86,7 +86,7 @@ def supports(
         and first.head_dim in (64, 128, 256)
         and first.group % 64 == 0
         and q.shape[1] // first.heads <= 8
-        and first.heads <= 15
+        and first.heads <= 16
         and all(f.tokens in (4, 8, 16, 32, 64) and f.tokens <= most for f in formats)
         and dense_k.shape[2] <= MOST_SLOTS
     )
@@ -177,13 +177,18 @@ def decode_attention(
     stage = max(16 * tune.tiles // f.tokens * f.page_bytes for f in formats)
     kernel(
         (n_dense + n_share, batch, 1),
-        32 * (heads * tune.tiles + 1),
+        32 * heads * tune.tiles,
         [
             q, dense_k, dense_v, dense_len, *arguments, stats.order, stats.k_mean, stats.k_scale, stats.v_mean,
-            stats.v_scale, part, part_lse, float(scaling), n_dense, *widths, q.stride(0), q.stride(1), dense_k.stride(0),
-            dense_k.stride(1), dense_k.stride(2),
+            stats.v_scale, part, part_lse, float(scaling), n_dense, *widths, q.stride(0), q.stride(1),
+            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2),
         ],
-        shared=max(tune.stages * stage, (heads * 8 * dim + 16 * heads * tune.tiles + CHUNK * 8 + 16) * 4),
+        shared=max(
+            tune.stages * stage,
+            (tune.stages - 1) * stage + q_heads * (dim + 1) * 4,
+            (heads * 8 * dim + 16 * heads * tune.tiles) * 4,
+            (8 * dim + CHUNK * 8 + 16) * 4,
+        ),
     )  # fmt: skip
     block_d = 32
     combine[(batch * q_heads, -(-dim // block_d))](

@@ -1,0 +1,287 @@
+// Attention of one warp over 16 tokens of one KV head that lie packed in shared memory.
+
+constexpr int WARPS = HEADS * TILES;
+constexpr int THREADS = 32 * WARPS;
+constexpr int UNIT = 16 * TILES;  // tokens a stage
+constexpr int GROUPS = DIM / GROUP;
+constexpr int PARTS = DIM / 64;    // parts of 64 channels in which a thread reads K
+constexpr int CHUNKS = DIM / 32;   // 16-byte pieces of a token's nibble plane
+constexpr int EXTRA = DIM / 8;     // bytes of a token's extra plane
+constexpr int PRODUCTS = K_BITS == 4 ? 2 : SPLIT ? 3 : 4;  // matrix products a word of K
+constexpr float FAR = -1e30f;
+constexpr float ROOM = 64.f;  // a weight beyond this moves the reference
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float CENTRE = V_BITS == 5 ? 15.5f : 7.5f;
+
+__host__ __device__ constexpr int aligned(int size) { return (size + 15) / 16 * 16; }
+
+template <int P>
+struct Page {
+    static constexpr int k_extra = aligned(HEADS * P * DIM / 2);
+    static constexpr int v_nibbles = k_extra + aligned(K_BITS == 5 ? HEADS * P * EXTRA : 0);
+    static constexpr int v_extra = v_nibbles + aligned(HEADS * P * DIM / 2);
+    static constexpr int k_scales = v_extra + aligned(V_BITS == 5 ? HEADS * P * EXTRA : 0);
+    static constexpr int v_scales = k_scales + aligned(HEADS * GROUPS * 4);
+    static constexpr int bytes = v_scales + aligned(HEADS * GROUPS * 4);
+    static constexpr int per_unit = UNIT / P;
+    static_assert(P == 0 || UNIT % (P ? P : 1) == 0, "a stage holds whole pages");
+};
+template <>
+struct Page<0> {  // there are no such pages
+    static constexpr int k_extra = 0, v_nibbles = 0, v_extra = 0, k_scales = 0, v_scales = 0, bytes = 0, per_unit = 1;
+};
+
+constexpr int KEPT_STAGE = Page<KEPT_P>::bytes * Page<KEPT_P>::per_unit;
+constexpr int ROWS_STAGE = Page<ROWS_P>::bytes * Page<ROWS_P>::per_unit;
+constexpr int STAGE = KEPT_STAGE > ROWS_STAGE ? KEPT_STAGE : ROWS_STAGE;
+
+// What a warp knows of its eight queries, and what it has summed up. A thread (g, t) = (lane / 4, lane % 4) holds
+// columns of the queries 2t and 2t + 1.
+struct State {
+    u32 weights[PARTS][2][PRODUCTS][2];  // fragments of q
+    float sums[GROUPS][2];               // sum of the rounded q over the channels of a group
+    float offset[2];                     // q times the mean key
+    float start[2];                      // offset - m
+    float m[2];                          // reference of the weights, log2
+    float l[2];                          // sum of the weights
+    float zero[GROUPS][2];               // sum of weight * middle of the page's codes
+    float ones[GROUPS][4];               // sum of the rounded weights times step
+    float out[CHUNKS][2][4];             // sum of rounded weight * step * code
+    float unit;                          // 2^24 / scale of q
+};
+
+struct Masses {
+    float* at;  // of the warp's first query head
+    int width;
+};
+
+// Where a thread finds its share of a tile, as offsets into a stage. A thread's second row is eight tokens further on.
+template <int P>
+struct Places {
+    using F = Page<P>;
+    // Bytes from a token to the one eight tokens on, in a field of `width` bytes a token.
+    __host__ __device__ static constexpr int further(int width) { return P >= 16 ? 8 * width : 8 / (P ? P : 1) * F::bytes; }
+    u32 k, k_extra, scales, v, v_extra;
+
+    __device__ inline Places(int head, int tile) {
+        const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+        const int token = tile * 16 + g, page = token / P * F::bytes, row = head * P + token % P;
+        k = opaque(page + row * (DIM / 2) + 8 * t);
+        k_extra = opaque(page + F::k_extra + row * EXTRA + (DIM == 64 ? 0 : DIM == 128 ? 8 * (t & 1) : 8 * t));
+        scales = opaque(page + head * GROUPS * 4);
+        // V is read transposed: every eight lanes name the rows of one 8 x 16-byte matrix.
+        const int matrix = lane >> 3, other = tile * 16 + (lane & 7);
+        const int half = DIM == 64 ? matrix >> 1 : 0, piece = DIM == 64 ? matrix & 1 : matrix;
+        v = opaque(other / P * F::bytes + F::v_nibbles + (head * P + other % P) * (DIM / 2) + half * further(DIM / 2) + 16 * piece);
+        if (DIM == 64) {
+            const int own = tile * 16 + 2 * t;
+            v_extra = opaque(own / P * F::bytes + F::v_extra + (head * P + own % P) * EXTRA + 2 * (g & 3));
+        } else {
+            const int which = DIM == 128 ? matrix & 1 : matrix >> 1, part = DIM == 128 ? 0 : matrix & 1;
+            v_extra = opaque(other / P * F::bytes + F::v_extra + (head * P + other % P) * EXTRA + which * further(EXTRA) + 16 * part);
+        }
+    }
+};
+
+template <int P>
+__device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage, int tile, int valid, int first_page,
+                                   Masses masses) {
+    using F = Page<P>;
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    // -- Loads: K, V and their steps and zeros -----------------------------------------------------------------------
+    u32 extra[2][2], keys[PARTS][2][2], k_scales[2][GROUPS], v_scales[2][GROUPS];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const u32 k = stage + places.k + r * Places<P>::further(DIM / 2);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) load2(keys[part][r], k + part * 32);
+        if (K_BITS == 5) load2(extra[r], stage + places.k_extra + r * Places<P>::further(EXTRA));
+        const u32 scales = stage + places.scales + (P >= 16 ? 0 : r * Places<P>::further(0));
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            k_scales[r][group] = load1(scales + F::k_scales + group * 4);
+            v_scales[r][group] = load1(scales + F::v_scales + group * 4);
+        }
+    }
+    const int shift = DIM == 64 ? 2 * t : DIM == 128 ? 2 * (t >> 1) : 0;
+    // -- K -----------------------------------------------------------------------------------------------------------
+    float scores[GROUPS][4];
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[group][i] = 0.f;
+#pragma unroll
+    for (int part = 0; part < PARTS; part++) {
+        float(&c)[4] = scores[part / (GROUP / 64)];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const u32(&b)[PRODUCTS][2] = s.weights[part][j];
+            const u32 x = keys[part][0][j], y = keys[part][1][j];
+            product(c, x & 0x000F000Fu, y & 0x000F000Fu, x & 0x00F000F0u, y & 0x00F000F0u, b[0][0], b[0][1]);
+            const u32 x8 = x >> 8, y8 = y >> 8;
+            product(c, x8 & 0x000F000Fu, y8 & 0x000F000Fu, x8 & 0x00F000F0u, y8 & 0x00F000F0u, b[1][0], b[1][1]);
+            if (K_BITS == 5) {
+                const int turn = DIM == 256 ? 2 * part : 4 * part;
+                const u32 ex = extra[0][j] >> (shift + turn), ey = extra[1][j] >> (shift + turn);
+                if (SPLIT) {
+                    product(c, ex & 0x00030003u, ey & 0x00030003u, ex & 0x03000300u, ey & 0x03000300u, b[2][0], b[2][1]);
+                } else {
+                    product(c, ex & 0x00010001u, ey & 0x00010001u, ex & 0x00020002u, ey & 0x00020002u, b[2][0], b[2][1]);
+                    product(c, ex & 0x01000100u, ey & 0x01000100u, ex & 0x02000200u, ey & 0x02000200u, b[PRODUCTS - 1][0],
+                            b[PRODUCTS - 1][1]);
+                }
+            }
+        }
+    }
+    float score[2][2];  // [row][query], log2, relative to the reference
+    auto sum_up = [&](const float (&start)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float x = start[i];
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    const float step = bits((k_scales[r][group] & 0x7FFFu) << 16) * s.unit;
+                    const float zero = bits(k_scales[r][group] & 0xFFFF0000u);
+                    x = fmaf(scores[group][2 * r + i], step, fmaf(zero, s.sums[group][i], x));
+                }
+                score[r][i] = g + 8 * r < valid ? x : __int_as_float(0xFF800000);
+            }
+    };
+    sum_up(s.start);
+    // -- Weights -----------------------------------------------------------------------------------------------------
+    float p[2][2], scaled[GROUPS][2][2], largest = 0.f;
+    float step[2][GROUPS];
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) step[r][group] = bits(v_scales[r][group] << 16);
+    auto weigh = [&]() {
+        largest = 0.f;
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                p[r][i] = exp2_(score[r][i]);
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    scaled[group][r][i] = p[r][i] * step[r][group];
+                    largest = fmaxf(largest, scaled[group][r][i]);
+                }
+            }
+    };
+    weigh();
+    if (__any_sync(ALL, !(largest <= ROOM))) {  // rare: the reference moves up to the largest weight * step seen
+        sum_up(s.offset);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float top = FAR;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float widest = step[r][0];
+#pragma unroll
+                for (int group = 1; group < GROUPS; group++) widest = fmaxf(widest, step[r][group]);
+                top = fmaxf(top, score[r][i] + fmaxf(log2_(widest), -100.f));
+            }
+#pragma unroll
+            for (int across = 4; across < 32; across *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, across));
+            const float m = fmaxf(s.m[i], top), factor = exp2_(s.m[i] - m);
+            s.m[i] = m;
+            s.start[i] = s.offset[i] - m;
+            s.l[i] *= factor;
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                s.zero[group][i] *= factor;
+                s.ones[group][i] *= factor;
+            }
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    s.out[c][half][i] *= factor;
+                    s.out[c][half][i + 2] *= factor;
+                }
+#pragma unroll
+            for (int r = 0; r < 2; r++) score[r][i] -= m;
+        }
+        weigh();
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        s.l[i] += p[0][i] + p[1][i];
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float middle = fmaf(CENTRE, step[r][group], bits(v_scales[r][group] & 0xFFFF0000u));
+                s.zero[group][i] = fmaf(p[r][i], middle, s.zero[group][i]);
+            }
+    }
+#if MASS
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float sum[2] = {p[0][i], p[1][i]};
+        if (P >= 16) sum[0] += sum[1];
+#pragma unroll
+        for (int r = 0; r < (P >= 16 ? 1 : 2); r++) {
+#pragma unroll
+            for (int across = 4; across < 4 * (P < 8 ? P : 8); across *= 2)
+                sum[r] += __shfl_xor_sync(ALL, sum[r], across);
+            if (g % (P < 8 ? P : 8) == 0 && g + 8 * r < valid && 2 * t + i < QUERIES)
+                masses.at[(i64)(2 * t + i) * masses.width + first_page + (tile * 16 + g + 8 * r) / P] = (log2_(sum[r]) + s.m[i]) / LOG2E;
+        }
+    }
+#endif
+    u32 b[GROUPS][2];  // weights as the second operand: [tokens, queries]
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) b[group][r] = transposed(halves(scaled[group][r][0], scaled[group][r][1]));
+    // -- V -----------------------------------------------------------------------------------------------------------
+    const u32 one = 0x3C003C00u;
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) product(s.ones[group], one, one, one, one, b[group][0], b[group][1]);
+    u32 e[2][DIM == 256 ? 2 : 1];
+    if (V_BITS == 5) {
+        const u32 at = stage + places.v_extra;
+        if (DIM == 64) {
+            constexpr int next = P > 1 ? EXTRA : F::bytes;  // token 2t + 1 lies in the same page
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 from = at + half * Places<P>::further(EXTRA);
+                e[half][0] = (load_half(from) | load_half(from + next) << 16) >> (2 * (g >> 2));
+            }
+        } else if (DIM == 128) {
+            load_transposed(e[0][0], e[1][0], at);
+        } else {
+            load_transposed(e[0][0], e[0][DIM == 256], e[1][0], e[1][DIM == 256], at);
+        }
+    }
+    u32 w[2][CHUNKS];
+    if (DIM == 64) {
+        load_transposed(w[0][0], w[0][1], w[1][0], w[1][1], stage + places.v);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c += 4)
+                load_transposed(w[half][c], w[half][c + 1], w[half][(c + 2) % CHUNKS], w[half][(c + 3) % CHUNKS],
+                                stage + places.v + half * Places<P>::further(DIM / 2) + 16 * c);
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        const u32(&q)[2] = b[c * 32 / GROUP];
+        const u32 x = w[0][c], y = w[1][c], x8 = x >> 8, y8 = y >> 8;
+        product(s.out[c][0], x & 0x000F000Fu, x8 & 0x000F000Fu, y & 0x000F000Fu, y8 & 0x000F000Fu, q[0], q[1]);
+        product(s.out[c][1], x & 0x00F000F0u, x8 & 0x00F000F0u, y & 0x00F000F0u, y8 & 0x00F000F0u, q[0], q[1]);
+        if (V_BITS == 5) {
+            const int turn = DIM == 64 ? 4 * c : DIM == 128 ? 2 * c : 2 * (c >> 1), k = DIM == 256 ? c & 1 : 0;
+            const u32 ex = e[0][k], ey = e[1][k], ex8 = ex >> 8, ey8 = ey >> 8;
+            const u32 low = 0x00010001u << turn, high = 0x00020002u << turn;
+            product(s.out[c][0], ex & low, ex8 & low, ey & low, ey8 & low, times(q[0], 4 - turn), times(q[1], 4 - turn));
+            product(s.out[c][1], ex & high, ex8 & high, ey & high, ey8 & high, times(q[0], 7 - turn),
+                    times(q[1], 7 - turn));
+        }
+    }
+}

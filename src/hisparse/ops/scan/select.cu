@@ -94,7 +94,7 @@ sum_rows(const u32* value, const float* part, const int* tiles, const int* count
     const int column = tid % COLUMNS, way = tid / COLUMNS, block = column / PC;
     const int begin = tiles[b] * BLOCKS + block * each, last = share_of(begin + each - 1, n, all);
     float sum = 0.f;
-#pragma unroll 4
+#pragma unroll 2
     for (int c = share_of(begin, n, all) + way; c <= last; c += WAYS)
       sum += part[((i64)c + b * BLOCKS + block) * PC + column % PC];
     s_part[tid] = sum;

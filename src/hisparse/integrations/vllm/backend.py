@@ -23,6 +23,7 @@ from hisparse.integrations.vllm.compat import (
 from hisparse.integrations.vllm.options import refuse_layer
 from hisparse.integrations.vllm.runtime import Metadata, Runtime
 from hisparse.integrations.vllm.spec import RingSpec, packed_spec
+from hisparse.ops._dispatch import backend_for
 
 _RUNTIMES: dict[str, tuple[Any, Runtime]] = {}
 """The engine whose model was built last in this process: vLLM asks classes, not objects, for specs."""
@@ -44,13 +45,19 @@ class _Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     """Hands vLLM's metadata of one group to the runtime; both groups' builders return the same object."""
 
     kind: ClassVar[str] = "pages"
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = current_runtime(vllm_config)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """Steps of one token a request can be captured where the kernels that they need do not wait for the device."""
+        device = torch.device(vllm_config.device_config.device_type, 0)
+        ready = device.type == "cuda" and all(backend_for(op, device) != "reference" for op in ("decode", "scan"))
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if ready else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         return self.runtime.offer(self.kind, common_attn_metadata)
@@ -174,7 +181,8 @@ class HiSparseAttention(AttentionImpl):  # type: ignore[misc]
             q, k, v = query[here], key[here], value[here]
             output[here] = memory.prefill(q, k, v, step, chunk.row, chunk.past, chunk.packed)
             self.runtime.commit(self.index, memory, metadata, chunk, (q, k, v))
-        if metadata.single is not None and metadata.singles is not None:
-            here_now = metadata.singles
-            output[here_now] = memory.decode(query[here_now], key[here_now], value[here_now], metadata.single)
+        if metadata.single is not None:
+            # Without a list every token of the batch is a request's only one; what lies beyond is padding.
+            now = slice(0, len(metadata.single.past)) if metadata.singles is None else metadata.singles
+            output[now] = memory.decode(query[now], key[now], value[now], metadata.single)
         return output

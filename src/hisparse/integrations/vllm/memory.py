@@ -56,9 +56,8 @@ class LayerMemory:
                 at = layout.row_page_offset
                 self.row_pages = rows[:, at : at + layout.row.page_bytes]
             else:
-                self.row_pages = torch.zeros(
-                    len(blocks) * layout.host_rows, layout.row.page_bytes, dtype=torch.uint8, device="cpu"
-                )
+                rows_in_all = len(blocks) * layout.host_rows
+                self.row_pages, self.pinned = host_pool(rows_in_all, layout.row.page_bytes, blocks.device)
         self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)
         self.steps = 0
 
@@ -109,7 +108,7 @@ class LayerMemory:
         self.codes[ids], self.scales[ids] = codes.flatten(1), scales.flatten(1)
         pages = self._packed(k, v, index, counts.rows, layout.row.tokens, False)
         at = self.row_ids(ids)
-        self.row_pages[at.to(self.row_pages.device)] = pages.to(self.row_pages.device)
+        self.row_pages[at] = pages
 
     def _packed(self, k: Tensor, v: Tensor, index: Tensor, number: int, tokens: int, kept: bool) -> Tensor:
         layout, vtq = self.layout, self.config.vtq
@@ -230,8 +229,7 @@ class LayerMemory:
         return prefill.mode == "full" and (chunk > prefill.recall_max_tokens or chunk * wanted >= rows)
 
     def _fetch(self, records: Tensor) -> Tensor:
-        at = self.row_ids(records)
-        return self.row_pages[at.to(self.row_pages.device)].to(records.device)
+        return self.row_pages[self.row_ids(records)]
 
     def _token_by_token(
         self, q: Tensor, k: Tensor, v: Tensor, dense_k: Tensor, dense_v: Tensor, kept: list[Packed], records: Tensor,
@@ -269,6 +267,20 @@ class LayerMemory:
                 )
             )
         return torch.cat(pieces, dim=1)
+
+
+def host_pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """uint8 [rows, row_bytes] in host memory, zero: as kernels on `device` address it, and the tensor that owns it.
+
+    Pinned for a GPU, whose kernels read and write it over the bus; allocated once and never moved.
+    """
+    if device.type == "cpu":
+        pool = torch.zeros(rows, row_bytes, dtype=torch.uint8)
+        return pool, pool
+    from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+
+    pinned = torch.zeros(rows, row_bytes, dtype=torch.uint8, pin_memory=True)
+    return get_accelerator_view_from_cpu_tensor(pinned), pinned
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

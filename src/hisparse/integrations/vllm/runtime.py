@@ -75,6 +75,7 @@ class Runtime:
         self.layers: list[LayerMemory | None] = []
         self.full: list[Full] = []
         self._waiting: Metadata | None = None
+        self._room: Step | None = None
         self._offered: dict[str, Any] = {}
         self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
         reached, target = self.layout.capacity(self.context), self.config.budget.capacity
@@ -128,9 +129,14 @@ class Runtime:
         new = common.query_start_loc[1 : requests + 1] - common.query_start_loc[:requests]
         past = (common.seq_lens[:requests] - new).long()
         pages, ring = common.block_table_tensor[:requests], ring[:requests]
-        width = min(self.width, max(1, -(-max(ends) // self.layout.tokens)))
+        width = self.width if pages.is_cuda else min(self.width, max(1, -(-max(ends) // self.layout.tokens)))
         step = make_step(self.layout, self.config.selection, pages, ring, past, new.long(), width)
         metadata.pages, metadata.ring, metadata.tokens = pages, ring, begins[-1]
+        metadata.step = step
+        if int(common.max_query_len) == 1 and pages.is_cuda:
+            metadata.single = self._fixed(step)
+            self._note_full(metadata, [row for row in range(requests) if begins[row + 1] > begins[row]], ends)
+            return
         packed = step.packed.tolist()
         rows = []
         for row in range(requests):
@@ -139,12 +145,17 @@ class Runtime:
                 rows.append(row)
             elif end > start:
                 metadata.chunks.append(Chunk(row, start, end, ends[row] - (end - start), packed[row]))
-        metadata.step = step
         if rows:
             index = torch.tensor(rows, device=pages.device)
             metadata.single = step.select(index).narrowed()
             metadata.singles = torch.tensor([begins[row] for row in rows], device=pages.device)
             self._note_full(metadata, rows, ends)
+
+    def _fixed(self, step: Step) -> Step:
+        """The step where CUDA graphs of decode steps expect it."""
+        if self._room is None:
+            self._room = step.room(int(self.vllm_config.scheduler_config.max_num_seqs))
+        return step.copied(self._room)
 
     def _note_full(self, metadata: Metadata, rows: list[int], ends: list[int]) -> None:
         """Remember the blocks that requests with one new token fill in this step."""
@@ -179,11 +190,23 @@ class Runtime:
                 rank, ranks = _rank()
                 total = int(self.vllm_config.model_config.get_total_num_kv_heads())
                 own = of_rank(stats[index], rank, self.layout.heads, total, ranks)
+            elif blocks.is_cuda:
+                own = self._without_calibration()
             order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
             budget = row_budget(self.layout, self.config.selection, self.context)
             memory = LayerMemory(self.layout, self.config, blocks, own, order, scaling, budget)
             self.layers[index] = memory
         return memory
+
+    def _without_calibration(self) -> ChannelStats:
+        """Statistics where there is no calibration: a CUDA graph cannot wait until they are estimated."""
+        order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
+        if self.vllm_config.load_config.load_format != "dummy" and self.config.vtq.enable_per_block_quant:
+            raise ConfigError(
+                "no calibration for this model, which a GPU needs before the first token: make one with `hisparse "
+                "calibrate` and give --additional-config '{\"hisparse_calibration\": FILE, ...}'"
+            )
+        return ChannelStats.identity(self.layout.heads, self.layout.head_dim, order)
 
     def decide(self, values: Tensor, first: bool) -> Tensor:
         """Which tokens of full blocks are kept, bool [m, W], from layer 0's values [m, W, H, D] on this rank."""

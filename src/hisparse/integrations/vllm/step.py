@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +54,33 @@ class Step:
     row_count: Tensor
     wanted: Tensor
 
-    def select(self, rows: Tensor) -> Step:
-        """The tables of requests `rows` int64 [n]."""
+    def select(self, rows: Tensor | slice) -> Step:
+        """The tables of requests `rows`, int64 [n] or a slice."""
         return Step(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def copied(self, target: Step) -> Step:
+        """The same in the first rows of `target`'s tensors, whose addresses a CUDA graph knows. Returns those rows."""
+        part = target.select(slice(0, len(self.past)))
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(part, field.name)
+            if isinstance(mine, Place):
+                theirs.block.copy_(mine.block)
+                theirs.slot.copy_(mine.slot)
+            else:
+                theirs.copy_(mine)
+        return part
+
+    def room(self, requests: int) -> Step:
+        """Tensors of the same kinds for so many requests, zero."""
+
+        def empty(x: Tensor) -> Tensor:
+            return x.new_zeros(requests, *x.shape[1:])
+
+        made: dict[str, Any] = {}
+        for field in fields(self):
+            x = getattr(self, field.name)
+            made[field.name] = Place(empty(x.block), empty(x.slot)) if isinstance(x, Place) else empty(x)
+        return Step(**made)
 
     def narrowed(self) -> Step:
         """The same without columns that no request uses. Waits for the device: for the CPU, and for steps that read the
@@ -94,9 +119,13 @@ def make_step(
 
     pages, ring: int32 [B, n], block tables; past, new: int64 [B], tokens computed before and in this step; width:
     blocks that tables have room for (no request reads more packed). All shapes follow from those of the arguments.
+
+    Requests without new tokens or without a ring are padding: they read nothing and write to block 0.
     """
     device, head, tokens = pages.device, layout.head, layout.tokens
-    lead = leading(ring).clamp_max(ring.shape[1] - 1)
+    lead = leading(ring)
+    real = (new > 0) & (lead < ring.shape[1])
+    lead, past = torch.where(real, lead, 0), torch.where(real, past, 0)
     packed = torch.maximum(lead, (past - layout.tail).div(tokens, rounding_mode="floor")).clamp(0, width)
     start = packed * tokens
     some = packed > 0

@@ -1,6 +1,6 @@
 """TLIF on a GPU in one pass over the rows: window statistics, both layers and the sigmoid without work space.
 
-A program takes QUERIES tokens and the rows that their windows cover. Products of bfloat16 rows are exact in float32;
+A program takes 128 or 64 tokens and the rows that their windows cover. Products of bfloat16 rows are exact in float32;
 weights of a window's mean and of the first layer are split in two and three bfloat16 parts, so that the matrix units
 compute them to 16 and 24 bits. Rows of other dtypes and longer windows are left to plain torch.
 """
@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-QUERIES = 64
-LONGEST = 256 - QUERIES  # rows of a window
+SPAN = 256  # rows that a program looks at: its queries and their windows
+QUERIES = (128, 64)  # of a program; as many as leave room for the window
+LONGEST = SPAN - QUERIES[-1]  # rows of a window
 FEATURES = 32  # of a row at a time
 NORM_ROWS = 16
 # The interpreter multiplies bfloat16 as the whole numbers of their bits.
@@ -140,10 +141,12 @@ class FusedWeights:
         _norms[(-(-len(rows) // NORM_ROWS),)](
             rows, norm, len(rows), self.features, triton.next_power_of_2(self.features), NORM_ROWS
         )
+        # Wide first layers (few features) take the shared memory that the larger tile would need.
+        queries = next(n for n in QUERIES[self.hidden > 32 :] if n + prefix <= SPAN)
         options: dict[str, Any] = {} if INTERPRET else {"num_warps": 8, "num_stages": 2}
-        _importance[(-(-tokens // QUERIES),)](
+        _importance[(-(-tokens // queries),)](
             rows, norm, self.first, self.statistics, self.bias, self.second, out, past, tokens, prefix,
-            self.second_bias, self.features, triton.next_power_of_2(prefix + QUERIES), self.hidden, QUERIES, FEATURES,
+            self.second_bias, self.features, SPAN, self.hidden, queries, FEATURES,
             **options,
         )  # fmt: skip
         return out

@@ -60,7 +60,10 @@ class Past:
         self.codes, self.scales = (torch.cat(part) for part in zip(*sketches, strict=True))
         self.kept = Packed(self.kept_pages, self.kept_format)
         device_bytes = self.kept_pages.nbytes + self.codes.nbytes + self.scales.nbytes + 2 * self.dense_k.nbytes
-        device_bytes += self.hot_rows * (self.row_format.page_bytes + 8) + 12 * self.rows
+        device_bytes += self.hot_rows * (self.row_format.page_bytes + 8)
+        device_bytes += 4 * self.rows if self.hot_rows else 0  # where in the hot buffer each row is
+        # Tables and positions of kept tokens are shared by all layers.
+        device_bytes += 4 * (self.rows + len(self.kept_pages) + kept) / shape.layers
         self.capacity = context * shape.token_bytes / device_bytes
         self.budget = config.selection.budget(context) // tokens
 

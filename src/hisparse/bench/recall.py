@@ -7,7 +7,7 @@ steps before. How far they drift is set so that the share that repeats is the on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,23 +41,22 @@ class Steps:
         table = torch.arange(pages, dtype=torch.int32, device=device)[None]
         self.kept = Pages(past.kept_pages, table, self._count(pages), past.kept_format)
         self.table = past.ids.to(device).int()[None].contiguous()
+        self.hot = HotBuffer.empty((max(past.hot_rows, past.budget),), past.row_format.page_bytes, past.rows, device)
         # The pools are indexed by row id, as the rows themselves are.
         codes, scales = (torch.empty_like(x) for x in (past.codes, past.scales))
         codes[past.ids], scales[past.ids] = past.codes, past.scales
-        self.codes, self.scales = codes.flatten(1), scales.flatten(1)
-        self.hot = HotBuffer.empty((max(past.hot_rows, past.budget),), past.row_format.page_bytes, past.rows, device)
+        rows = RecallRows(
+            codes.flatten(1), scales.flatten(1), self.table, self._count(past.rows), past.source, past.row_format,
+            past.bits,
+        )  # fmt: skip
+        # Made once: a captured step may not make tensors of what the host knows.
+        self.rows = {False: rows, True: replace(rows, hot=self.hot)}
         make = torch.Generator(device).manual_seed(5)
         self._noise = torch.randn(STEPS + WARM + 1, *layer.q.shape, generator=make, device=device)
         self.queries = self._drifting(self._settle() if drift is None else drift)
 
     def _count(self, number: int) -> Tensor:
         return torch.tensor([number], dtype=torch.int32, device=self.length.device)
-
-    def rows(self, hot: HotBuffer | None) -> RecallRows:
-        past = self.past
-        return RecallRows(
-            self.codes, self.scales, self.table, self._count(past.rows), past.source, past.row_format, past.bits, hot
-        )
 
     def _drifting(self, fast: float) -> Tensor:
         """bfloat16 [steps, Hq, D]: a slow walk, and on top of it what is different in each step."""
@@ -78,7 +77,7 @@ class Steps:
 
     def choose(self, q: Tensor) -> Chosen:
         past = self.past
-        return choose_rows(q[None], self.rows(None), past.layer.stats, past.scaling, past.budget)
+        return choose_rows(q[None], self.rows[False], past.layer.stats, past.scaling, past.budget)
 
     def repeats(self, steps: int, window: int = 1) -> float:
         """Share of a step's rows that one of the `window` steps before wanted."""
@@ -86,11 +85,11 @@ class Steps:
         shares = [len(sets[i] & set().union(*sets[i - window : i])) / len(sets[i]) for i in range(window, len(sets))]
         return sum(shares) / len(shares)
 
-    def step(self, q: Tensor, hot: HotBuffer | None) -> Tensor:
+    def step(self, q: Tensor) -> Tensor:
         """[1, Hq, D]"""
         past = self.past
         return recall_step(
-            q[None], self.dense_k, self.dense_v, self.length, self.kept, self.rows(hot), past.layer.stats, past.scaling,
+            q[None], self.dense_k, self.dense_v, self.length, self.kept, self.rows[True], past.layer.stats, past.scaling,
             past.budget, split="rope",
         ).out  # fmt: skip
 
@@ -105,7 +104,7 @@ class Steps:
     def error(self, index: int) -> float:
         """Of one step through the hot buffer, against float64 over the same rows."""
         past, q = self.past, self.queries[index]
-        found = self.step(q, self.hot)[0].double()
+        found = self.step(q)[0].double()
         chosen = self.choose(q)
         place = torch.empty(past.rows, dtype=torch.int64, device=q.device)
         place[past.ids] = torch.arange(past.rows, device=q.device)
@@ -115,8 +114,11 @@ class Steps:
         return float(((found - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
 
-def replay_ms(step: Callable[[Tensor], Any], queries: Tensor, warm: int) -> float:
-    """Milliseconds a step: one graph, replayed with each query in turn, the first `warm` of them untimed."""
+def replay_ms(
+    step: Callable[[Tensor], Any], queries: Tensor, warm: int, counters: Tensor | None = None
+) -> tuple[float, Tensor | None]:
+    """Milliseconds a step: one graph, replayed with each query in turn, the first `warm` of them untimed; and by how
+    much `counters` rose in the timed ones."""
     index = torch.zeros(1, dtype=torch.int64, device=queries.device)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -130,13 +132,15 @@ def replay_ms(step: Callable[[Tensor], Any], queries: Tensor, warm: int) -> floa
     index.zero_()
     for _ in range(warm):
         graph.replay()
+    before = None if counters is None else counters.clone()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(len(queries) - warm):
         graph.replay()
     end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / (len(queries) - warm)
+    rose = None if counters is None or before is None else counters - before
+    return float(begin.elapsed_time(end)) / (len(queries) - warm), rose
 
 
 def run(
@@ -150,14 +154,14 @@ def run(
     what = f"capacity {capacity:g}, {bits}-bit sketches"
     error = check(f"recall {name} {context} {what}", max(steps.error(i) for i in range(3)), TOLERANCE)
     dense = dense_decode_ms(past.layer.q[None, :, None], shape.heads, context)
-    before = steps.hot.counters.clone()
-    ms = replay_ms(partial(steps.step, hot=steps.hot), steps.queries, WARM)
-    found, missed = (steps.hot.counters - before)[0].tolist()
+    ms, rose = replay_ms(steps.step, steps.queries, WARM, steps.hot.counters)
+    assert rose is not None
+    found, missed = rose[0].tolist()
     missed_bytes = missed / (found + missed) * past.budget * past.row_format.page_bytes
-    scan = replay_ms(steps.choose, steps.queries, WARM)
+    scan, _ = replay_ms(steps.choose, steps.queries, WARM)
     chosen = steps.choose(steps.queries[0])
-    fresh = graph_ms([lambda: bring_rows(steps.rows(None), chosen)])
-    pages = bring_rows(steps.rows(None), chosen)
+    fresh = graph_ms([lambda: bring_rows(steps.rows[False], chosen)])
+    pages = bring_rows(steps.rows[False], chosen)
     attend = graph_ms([lambda: steps.attend(steps.queries[0], pages)])
     size = past.codes.nbytes + past.scales.nbytes + 4 * past.rows + past.kept_pages.nbytes
     size += past.budget * past.row_format.page_bytes

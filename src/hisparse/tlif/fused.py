@@ -22,6 +22,7 @@ SPAN = 256  # rows that a program looks at: its queries and their windows
 QUERIES = (128, 64)  # of a program; as many as leave room for the window
 LONGEST = SPAN - QUERIES[-1]  # rows of a window
 FEATURES = 32  # of a row at a time
+WIDEST = 128  # units of the first layer, whose weights lie in shared memory
 NORM_ROWS = 16
 # The interpreter multiplies bfloat16 as the whole numbers of their bits.
 OPERAND = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
@@ -152,6 +153,6 @@ class FusedWeights:
         return out
 
 
-def serves(values: Tensor, prefix: int) -> bool:
-    """True for rows that the kernel takes."""
-    return values.dtype == torch.bfloat16 and 0 < prefix <= LONGEST
+def serves(values: Tensor, prefix: int, hidden: int) -> bool:
+    """True for rows, windows and first layers (`hidden` units) that the kernel takes."""
+    return values.dtype == torch.bfloat16 and 0 < prefix <= LONGEST and hidden <= WIDEST

@@ -59,7 +59,7 @@ class Past:
         sketches = [build_sketch(some, layer.stats, bits) for some in torch.split(keys, CHUNK // tokens)]
         self.codes, self.scales = (torch.cat(part) for part in zip(*sketches, strict=True))
         self.kept = Packed(self.kept_pages, self.kept_format)
-        device_bytes = self.kept_pages.nbytes + self.codes.nbytes + self.scales.nbytes + 2 * self.dense_k.nbytes
+        device_bytes: float = self.kept_pages.nbytes + self.codes.nbytes + self.scales.nbytes + 2 * self.dense_k.nbytes
         device_bytes += self.hot_rows * (self.row_format.page_bytes + 8)
         device_bytes += 4 * self.rows if self.hot_rows else 0  # where in the hot buffer each row is
         # Tables and positions of kept tokens are shared by all layers.

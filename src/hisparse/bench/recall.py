@@ -89,8 +89,8 @@ class Steps:
         """[1, Hq, D]"""
         past = self.past
         return recall_step(
-            q[None], self.dense_k, self.dense_v, self.length, self.kept, self.rows[True], past.layer.stats, past.scaling,
-            past.budget, split="rope",
+            q[None], self.dense_k, self.dense_v, self.length, self.kept, self.rows[True], past.layer.stats,
+            past.scaling, past.budget, split="rope",
         ).out  # fmt: skip
 
     def attend(self, q: Tensor, recalled: Pages) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_layer_store import CALIBRATED, CPU, DIM, HEADS, by_parity, check, sequence_of
 
 from hisparse.cache import pools
-from hisparse.cache.decode import RecallRows, batched, bring_rows, choose_rows, recall_step
+from hisparse.cache.decode import RecallRows, add_recent, batched, bring_rows, choose_rows, recall_step
 from hisparse.cache.geometry import HOT_SHARE, Geometry, rounded
 from hisparse.cache.layer import LayerStore
 from hisparse.cache.pools import HostPool, PageIds
@@ -25,6 +25,7 @@ from hisparse.errors import ConfigError, FormatError
 from hisparse.ops.decode import Pages
 from hisparse.ops.fetch import HotBuffer
 from hisparse.ops.pack import pack_pages
+from hisparse.ops.scan import Chosen
 from hisparse.ops.sketch import build_sketch
 from hisparse.vtq.format import PageFormat
 
@@ -228,3 +229,38 @@ def test_a_step_recalls_the_rows_it_chose() -> None:
         bring_rows(rows, every)
     with pytest.raises(FormatError, match="may use 33 rows"):
         bring_rows(rows, every, (4, 33))
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_recent_rows_are_those_of_the_last_scans(data: st.DataObject) -> None:
+    batch, capacity, budget = data.draw(st.integers(1, 3)), 30, 5
+    limit = data.draw(st.lists(st.integers(1, 12), min_size=batch, max_size=batch))
+    recent, want = None, [[] for _ in range(batch)]
+    for _ in range(data.draw(st.integers(1, 5))):
+        scans = [
+            data.draw(st.lists(st.sampled_from(range(b, capacity, batch)), unique=True, max_size=budget))
+            for b in range(batch)
+        ]
+        rows = torch.tensor([[*scan, *[0] * (budget - len(scan))] for scan in scans], dtype=torch.int32)
+        number = torch.tensor([len(scan) for scan in scans], dtype=torch.int32)
+        recent = add_recent(Chosen(rows, number), recent, torch.tensor(limit, dtype=torch.int32), 12, capacity)
+        want = [
+            [*scan, *(row for row in old if row not in scan)][:most]
+            for scan, old, most in zip(scans, want, limit, strict=True)
+        ]
+        assert recent.rows.shape == (batch, 12)
+        assert [recent.rows[b, : recent.number[b]].tolist() for b in range(batch)] == want
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=3), st.data())
+def test_all_rows_of_a_hot_buffer(sizes: list[int], data: st.DataObject) -> None:
+    hot = HotBuffer.empty(tuple(sizes), 16, 300, CPU)
+    used = data.draw(st.lists(st.integers(0, sum(sizes) - 1), unique=True))
+    hot.owner[used] = torch.arange(len(used), dtype=torch.int32)
+    table, number = hot.held()
+    ends = np.cumsum([0, *sizes])
+    for b in range(len(sizes)):
+        assert table[b, : number[b]].tolist() == sorted(slot for slot in used if ends[b] <= slot < ends[b + 1])
+    assert table.shape[1] == rounded(max(sizes))

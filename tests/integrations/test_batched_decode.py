@@ -19,6 +19,7 @@ import hisparse.integrations.transformers.cache as integration
 from hisparse.cache.decode import BatchedDecode
 from hisparse.config import HiSparseConfig
 from hisparse.errors import FormatError
+from hisparse.ops.decode import Pages
 
 FEW = {"min_tokens": 24, "root_factor": 0.0}
 
@@ -70,9 +71,8 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "no hot buffer": {"hot_factor": 0.0},
     "a hot buffer of one step": {"hot_factor": 1.0},
     "rows on the device": {"rows": "device"},
-    "a scan every three steps": {"scan_interval": 3},
     "a scan every three steps, no hot buffer": {"scan_interval": 3, "hot_factor": 0.0},
-    "a scan every two steps, rows on the device": {"scan_interval": 2, "rows": "device"},
+    "a scan every two steps, rows on the device": {"scan_interval": 2, "rows": "device", "hot_factor": 1.0},
     "one bit, rows of eight": {"sketch_bits": 1, "row_size": 8},
 }
 
@@ -95,7 +95,7 @@ def test_same_as_sequence_by_sequence(name: str, batch: int, monkeypatch: pytest
     hits, misses = counts.pop("hot_hits", 0), counts.pop("hot_misses", 0)
     assert counts == plain.recall
     hot = config.selection.rows == "host" and config.selection.hot_factor > 0
-    assert (ours.device["hot"] > 0) == (hot or config.selection.scan_interval > 1)
+    assert (ours.device["hot"] > 1000) == (hot or config.selection.scan_interval > 1)
     if hot:
         # Steps were recalled through the buffer; the question's chunk reads all rows past it.
         assert 0 < misses < hits
@@ -125,24 +125,47 @@ def test_sketches_are_scanned_every_so_many_steps(
         assert len(scans) == before + 1
 
 
-def test_rows_set_aside_since_the_last_scan_join_at_the_next(batched: None) -> None:
+@pytest.mark.parametrize("hot_factor", [1.0, 2.0])
+def test_between_scans_all_of_the_hot_buffer_is_recalled(
+    hot_factor: float, batched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attended: list[Pages] = []
+    original = hisparse.cache.decode.decode_attention
+
+    def spy(*args: Any, **keywords: Any) -> Any:
+        attended.append(args[5])
+        return original(*args, **keywords)
+
+    monkeypatch.setattr(hisparse.cache.decode, "decode_attention", spy)
     model = tiny(num_hidden_layers=1)
     cache = cache_for(
-        model, settings_of(selection={**FEW, "scan_interval": 50}, budget={"min_keep": 0.0, "max_keep": 0.0})
+        model, settings_of(selection={**FEW, "min_tokens": 400, "scan_interval": 3, "hot_factor": hot_factor})
     )
+
+    def chosen(row: int) -> list[Tensor] | None:
+        if not attended:
+            return None
+        decode, pages = cache.stores[0].decode, attended[-1]
+        assert decode is not None
+        assert decode.hot is not None
+        rows = decode.hot.owner[pages.table[row, : int(pages.count[row])].long()].tolist()
+        listed = cache.planners[row].sequence.rows
+        return [torch.tensor([listed.index(r) for r in rows])]
+
+    watcher = Watcher(chosen=chosen).install(monkeypatch)
+    counts = []
     with torch.no_grad():
-        model(prompt(150), past_key_values=cache)
-        seen = []
-        for step in range(51):
-            model(prompt(1, seed=step), past_key_values=cache)
-            decode = cache.stores[0].decode
-            assert decode is not None
-            assert decode.chosen is not None
-            seen.append(set(decode.chosen.rows[0, : int(decode.chosen.number[0])].tolist()))
-    old = set(range(-(-150 // 4) - PREFIX // 4))
-    assert all(rows == seen[0] for rows in seen[:50])
-    assert seen[0] <= old
-    assert not seen[50] <= old
+        model(prompt(1200, 2), past_key_values=cache)
+        for step in range(12):
+            model(prompt(1, 2, seed=step), past_key_values=cache)
+            counts.append(attended[-1].count.tolist())
+    assert watcher.compared == 2 * 1212
+    slots = int(hot_factor * 100) if hot_factor > 1 else 128
+    for step, pair in enumerate(counts):
+        assert pair == [100, 100] if step % 3 == 0 else all(100 <= c <= slots for c in pair)
+    assert max(counts[-1]) > 100
+    cache.check_integrity()
+    assert cache.report().recall["rows"] == sum(map(sum, counts))
 
 
 def test_copies_go_their_own_way(batched: None) -> None:
@@ -168,8 +191,11 @@ def test_bytes_reported_are_those_of_the_tensors_on_the_device(batched: None) ->
     hot, tables = store.decode.hot, cache.shared.tables
     assert hot is not None
     parts = (hot.buffer, hot.owner, hot.stamp, hot.slot_of, hot.first, hot.clock, hot.counters)
-    chosen = store.decode.chosen.rows.nbytes + store.decode.brought.table.nbytes
-    assert report.device["hot"] == 2 * (sum(p.untyped_storage().nbytes() for p in parts) + chosen)
+    choices = (store.decode.chosen, store.decode.held)
+    chosen = sum(x.nbytes for c in choices for x in ((c.rows, c.number) if c is choices[0] else (c.table, c.count)))
+    assert report.device["hot"] == 2 * (
+        sum(p.untyped_storage().nbytes() for p in parts) + chosen + store.decode.repeated.nbytes
+    )
     assert report.device["tables"] == sum(
         t.untyped_storage().nbytes() for t in (tables.pages, tables.rows, tables.faults)
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from hisparse.cache.geometry import Geometry
+from hisparse.cache.geometry import Geometry, rounded
 from hisparse.cache.pools import HostPool
 from hisparse.cache.tables import Packing, Step, Tables
 from hisparse.ops.decode import DecodeResult, Pages, decode_attention
@@ -98,6 +98,26 @@ def bring_rows(rows: RecallRows, chosen: Chosen, most: Sequence[int] | None = No
     return Pages(gather_rows(rows.pool, chosen.rows, chosen.number), table, chosen.number, rows.fmt)
 
 
+def add_recent(chosen: Chosen, recent: Chosen | None, limit: Tensor, room: int, capacity: int) -> Chosen:
+    """The chosen rows, then those of `recent` that are not among them, at most limit int32 [B] in all.
+
+    room: columns of the result, no less than any limit. capacity: row ids are below.
+    """
+    batch, budget = chosen.rows.shape
+    device = chosen.rows.device
+    new = torch.arange(budget, device=device) < chosen.number[:, None]
+    rows, there = chosen.rows, new
+    if recent is not None:
+        taken = torch.zeros(capacity + 1, dtype=torch.bool, device=device)  # a row has one sequence, so one mark a row
+        taken[torch.where(new, chosen.rows, capacity).long()] = True
+        old = torch.arange(recent.rows.shape[1], device=device) < recent.number[:, None]
+        rows, there = torch.cat([rows, recent.rows], 1), torch.cat([new, old & ~taken[recent.rows.long()]], 1)
+    place = there.cumsum(1) - 1
+    there = there & (place < limit[:, None])
+    joined = rows.new_zeros(batch, room + 1).scatter_(1, torch.where(there, place, room), rows)
+    return Chosen(joined[:, :room].contiguous(), there.sum(1, dtype=torch.int32))
+
+
 def recall_step(
     q: Tensor,
     dense_k: Tensor,
@@ -129,20 +149,22 @@ def recall_step(
 
 
 class BatchedDecode:
-    """What one layer keeps between decode steps beside its bytes: the hot buffer, and the last choice of rows.
+    """What one layer keeps between decode steps beside its bytes: the hot buffer and, with a scan interval, the rows of
+    the last scans.
 
-    `tables` are shared by all layers. `found` and `read`: rows that were in the hot buffer, and that were not, in
-    buffers given up since and in steps that used the last choice again; `hot_counts` adds what the device counted.
+    `tables` are shared by all layers. What is counted on the device is read by `counts`.
     """
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
         self.hot: HotBuffer | None = None
-        self.chosen: Chosen | None = None
-        self.brought: Pages | None = None
-        self.most: tuple[int, ...] = ()
-        self.found = 0
-        self.read = 0
+        self.chosen: Chosen | None = None  # of the last scan
+        self.recent: Chosen | None = None  # of the last scans, where no hot buffer tells
+        self.held: Pages | None = None  # what the hot buffer held after the last scan
+        self.most: tuple[int, ...] = ()  # as Step.most, at the last scan
+        self.filled: Tensor | None = None  # the buffer that the last scan's rows went to
+        self.repeated = torch.zeros(tables.batch, dtype=torch.int64, device=tables.device)  # rows, between scans
+        self.past = (0, 0)  # counts of hot buffers given up
 
     @torch.no_grad()
     def attend(self, store: LayerStore, q: Tensor, k: Tensor, v: Tensor, step: Step, scaling: float) -> Tensor:
@@ -163,23 +185,36 @@ class BatchedDecode:
         assert store.stats is not None  # rows exist, so something was packed
         rows = self._rows(store, step)
         selection, row_bytes = store.geometry.config.selection, store.row_format.page_bytes
-        again = self.chosen is not None and not step.scan and not step.everything
-        if not again:
-            self.chosen = choose_rows(
-                query, rows, store.stats, scaling, step.budget, step.wanted, everything=step.everything
-            )
-            self.most = step.most
-        assert self.chosen is not None
-        number = sum(self.most)
-        store.recalled.count(len(step.most), number, selection.row_size, row_bytes)
-        if again and rows.hot is not None and self.brought is not None and self.brought.pool is rows.hot.buffer:
-            self.found += number  # nothing has replaced them since
-            return self.brought
-        pages = bring_rows(rows, self.chosen, self.most)
-        keep = selection.scan_interval > 1
-        self.brought = pages if keep and rows.hot is not None else None
-        if not keep:
-            self.chosen = None
+        if self.chosen is not None and not step.scan and not step.everything:
+            store.recalled.count(len(step.most), 0, selection.row_size, row_bytes)
+            return self._recall_again(rows, self.chosen)
+        chosen = choose_rows(query, rows, store.stats, scaling, step.budget, step.wanted, everything=step.everything)
+        store.recalled.count(len(step.most), sum(step.most), selection.row_size, row_bytes)
+        pages = bring_rows(rows, chosen, step.most)
+        self.held, self.most, self.filled = None, step.most, pages.pool
+        if selection.scan_interval > 1 and not step.everything:
+            if rows.hot is None:
+                factor = max(1.0, selection.hot_factor)
+                room = rounded(int(factor * max(step.most)))
+                limit = (step.wanted * factor).int()
+                self.recent = add_recent(chosen, self.recent, limit, room, store.row_ids.capacity)
+            self.chosen = chosen
+        else:
+            self.chosen = self.recent = None
+        return pages
+
+    def _recall_again(self, rows: RecallRows, chosen: Chosen) -> Pages:
+        """The rows of the last scans: all that the hot buffer holds, or those remembered."""
+        if rows.hot is None:
+            pages = bring_rows(rows, self.recent or chosen)
+        else:
+            if self.held is None or self.held.pool is not rows.hot.buffer:
+                if self.filled is not rows.hot.buffer:  # a new one, of another size
+                    bring_rows(rows, chosen, self.most)
+                    self.filled = rows.hot.buffer
+                self.held = Pages(rows.hot.buffer, *rows.hot.held(), rows.fmt)
+            pages = self.held
+        self.repeated += pages.count
         return pages
 
     def _rows(self, store: LayerStore, step: Step) -> RecallRows:
@@ -207,14 +242,17 @@ class BatchedDecode:
     def drop_hot(self) -> None:
         """Give up the hot buffer; its counts stay."""
         if self.hot is not None:
-            self.found, self.read = self.hot_counts()
-            self.hot = self.brought = None
+            self.past = self._counted()
+            self.hot = self.held = self.filled = None
 
-    def hot_counts(self) -> tuple[int, int]:
-        """Rows that recalls found in the hot buffer, and rows that had to be read from the host. Waits for the
-        device."""
+    def _counted(self) -> tuple[int, int]:
         found, read = (0, 0) if self.hot is None else self.hot.counters.sum(0).tolist()
-        return self.found + found, self.read + read
+        return self.past[0] + found, self.past[1] + read
+
+    def counts(self) -> tuple[int, int, int]:
+        """Rows that scans chose and the hot buffer held, those that had to be read from the host, and rows recalled in
+        steps between scans. Waits for the device."""
+        return *self._counted(), int(self.repeated.sum())
 
     @torch.no_grad()
     def commit(self, store: LayerStore, step: Step) -> None:
@@ -244,10 +282,8 @@ class BatchedDecode:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of the hot buffer and of a choice that is kept for the next steps."""
-        size = 0 if self.hot is None else self.hot.nbytes
-        if self.chosen is not None:
-            size += self.chosen.rows.nbytes
-        if self.brought is not None:
-            size += self.brought.table.nbytes
-        return size
+        """Device bytes of the hot buffer, of counts, and of choices kept for the next steps."""
+        size = self.repeated.nbytes + (0 if self.hot is None else self.hot.nbytes)
+        for choice in (self.chosen, self.recent):
+            size += 0 if choice is None else choice.rows.nbytes + choice.number.nbytes
+        return size + (0 if self.held is None else self.held.table.nbytes + self.held.count.nbytes)

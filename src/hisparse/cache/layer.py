@@ -80,7 +80,7 @@ class LayerStore:
         self.sketch_scales = Pool(tokens, device)
         self.recalled = Recalled()
         self.decode = None if tables is None else BatchedDecode(tables)
-        self.chosen: dict[int, Tensor] = {}  # by batch row: int32 row ids of the last choice, with a scan interval
+        self.chosen: dict[int, Tensor] = {}  # by batch row: int32 row ids of the last scans, newest first
         self._written = 0  # no row id from here on was written yet
 
     # -- attention -------------------------------------------------------------------------------------------------
@@ -185,13 +185,14 @@ class LayerStore:
         return Packed(self.rows.data, self.row_format, view.rows)
 
     def _choose(self, q: Tensor, row: int, view: View, wanted: int, scaling: float) -> Tensor:
-        """int64: the rows that one step recalls; those of the last scan where this step makes none."""
-        last = self.chosen.get(row)
+        """int64: the rows that one step recalls; between scans those of the last scans."""
+        selection, last = self.geometry.config.selection, self.chosen.get(row)
         if last is not None and not view.scan:
             return last.long()
         chosen = view.rows[self._select(q, view.rows, wanted, scaling)]
-        if self.geometry.config.selection.scan_interval > 1:
-            self.chosen[row] = chosen.int()
+        if selection.scan_interval > 1:
+            recent = chosen if last is None else torch.cat([chosen, last[~torch.isin(last, chosen)].long()])
+            self.chosen[row] = recent[: int(max(1.0, selection.hot_factor) * wanted)].int()
         return chosen
 
     def attend_step(self, q: Tensor, k: Tensor, v: Tensor, step: Step, scaling: float) -> Tensor:

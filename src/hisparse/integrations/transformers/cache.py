@@ -299,7 +299,6 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         sequences = [planner.sequence for planner in planners]
         total = sum(sequence.length for sequence in sequences)
         dense, kept, aside = (sum(len(s.positions()[i]) for s in sequences) for i in range(3))
-        recalled = [store.recalled for store in stores]
         weights = self.shared.scorer.parameters() if isinstance(self.shared.scorer, torch.nn.Module) else []
         return CacheReport(
             dense_bytes=total * self.geometry.dense_token_bytes,
@@ -316,21 +315,27 @@ class HiSparseCache(Cache):  # type: ignore[misc]
                 "anchors": sum(planner.anchors for planner in planners),
             },
             blocks=sum(planner.blocks for planner in planners),
-            recall={
-                "steps": max((r.steps for r in recalled), default=0),
-                "rows": sum(r.rows for r in recalled),
-                "tokens": sum(r.tokens for r in recalled),
-                "bytes": sum(r.bytes for r in recalled),
-                **self._hot_counts(),
-            },
+            recall=self._recall_counts(),
         )
 
-    def _hot_counts(self) -> dict[str, int]:
-        """Recalled rows that hot buffers held, and that had to be read from the host. Waits for the device."""
-        if not self.geometry.hot:
-            return {}
-        counts = [store.decode.hot_counts() for store in self.stores if store.decode is not None]
-        return {"hot_hits": sum(found for found, _ in counts), "hot_misses": sum(read for _, read in counts)}
+    def _recall_counts(self) -> dict[str, int]:
+        """What was recalled, and where hot buffers are in use, which of the rows that scans chose they held. Waits for
+        the device."""
+        recalled = [store.recalled for store in self.stores]
+        counts = [store.decode.counts() for store in self.stores if store.decode is not None]
+        row, repeated = self.geometry.row_format, sum(again for _, _, again in counts)
+        found = {
+            "steps": max((r.steps for r in recalled), default=0),
+            "rows": sum(r.rows for r in recalled) + repeated,
+            "tokens": sum(r.tokens for r in recalled) + repeated * row.tokens,
+            "bytes": sum(r.bytes for r in recalled) + repeated * row.page_bytes,
+        }
+        if self.geometry.hot:
+            found |= {
+                "hot_hits": sum(hits for hits, _, _ in counts),
+                "hot_misses": sum(reads for _, reads, _ in counts),
+            }
+        return found
 
     def check_integrity(self) -> str:
         """Recount everything; returns the arithmetic in words. Raises AssertionError where it does not add up."""

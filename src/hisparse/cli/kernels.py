@@ -64,7 +64,7 @@ def prefill(
     shape: Shapes = None,
     context: Contexts = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = 8192,
-    capacity: Annotated[float, typer.Option(min=1.0, help="KV capacity: dense bytes / device bytes.")] = 9.0,
+    capacity: Annotated[float, typer.Option(min=1.0, help="KV capacity: dense bytes / device bytes.")] = 9.1,
     budget: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Rows a chunk recalls, in multiples of a decode step's; may be repeated."),
@@ -108,7 +108,7 @@ def recall(
         for name in _shapes(shape)
         for tokens in context or [1 << 17, 1 << 20]
         for width in bits or [2]
-        for target in capacity or [9.0]
+        for target in capacity or [9.1]
         for row in bench.run(name, tokens, target, width, device, *speeds.values())
     )
     _report(rows, out, commit, speeds)

@@ -23,7 +23,8 @@ def prose() -> str:
 @pytest.fixture(scope="session")
 def ids(prose: str) -> list[int]:
     """The same as token ids."""
-    from engine_tools import model_directory
     from transformers import AutoTokenizer
 
-    return list(AutoTokenizer.from_pretrained(model_directory())(prose).input_ids)
+    from hisparse.models.load import default_directory
+
+    return list(AutoTokenizer.from_pretrained(default_directory())(prose).input_ids)

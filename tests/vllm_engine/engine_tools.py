@@ -5,23 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from hisparse.models.gguf import conversion_directory, converted
-from hisparse.models.load import _MEMBER, _SHA256, default_gguf
+from hisparse.models.load import default_directory
 
 MIB = 1 << 20
 RAW: dict[str, Any] = {"evict": "none", "vtq": {"enable_per_block_quant": False}}
 """Nothing set aside and nothing packed: what remains must give the stock engine's tokens."""
-
-
-@cache
-def model_directory() -> str:
-    """Directory of the default model's weights and tokenizer; fetched and converted when they are not there."""
-    ready = conversion_directory(Path(_MEMBER), _SHA256)
-    return str(ready if ready.is_dir() else converted(default_gguf()))
 
 
 @contextmanager
@@ -36,7 +26,7 @@ def engine(
         additional = {"hisparse": config, "hisparse_block_tokens": block_tokens}
         options.update(attention_backend="CUSTOM", additional_config=additional)
     settings: dict[str, Any] = {
-        "model": model_directory(),
+        "model": default_directory(),
         "dtype": "float32",
         "max_model_len": 2048,
         "kv_cache_memory_bytes": memory,

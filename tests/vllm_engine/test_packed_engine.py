@@ -40,10 +40,11 @@ def test_a_prompt_larger_than_the_stock_pool(ids: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def contexts(prose: str) -> list[NeedleContext]:
-    from engine_tools import model_directory
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_directory())
+    from hisparse.models.load import default_directory
+
+    tokenizer = AutoTokenizer.from_pretrained(default_directory())
     return build_contexts(tokenizer, prose, "single", 1600, 6)
 
 

@@ -32,8 +32,12 @@ COMMANDS = {
     "bench-quant-error": ("quant_error", "bench_quant_error", "Show the quantisation error by block, worst first."),
     "bench": ("bench", "bench_app", "Measure quality and speed beside the dense cache."),
     "distill": ("distill", "distill", "Train a TLIF for a model by self-distillation."),
+    "serve": ("serve", "serve", "Serve a model over HTTP through vLLM."),
     "calibrate": ("calibrate", "calibrate", "Measure a model's channel statistics for quantisation."),
 }
+
+PASSES_ON = frozenset({"serve"})
+"""Commands that hand options they do not know to another program."""
 
 
 def _module(name: str) -> str:
@@ -64,7 +68,8 @@ def load_command(name: str) -> Any:
         group.name = name
         return group
     single = typer.Typer(add_completion=False)
-    single.command(name, help=function.__doc__ or COMMANDS[name][2])(function)
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True} if name in PASSES_ON else {}
+    single.command(name, help=function.__doc__ or COMMANDS[name][2], context_settings=settings)(function)
     return typer.main.get_command(single)
 
 

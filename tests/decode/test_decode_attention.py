@@ -115,8 +115,8 @@ def test_a_captured_call_follows_its_lengths(monkeypatch: pytest.MonkeyPatch) ->
     with torch.cuda.graph(graph):
         result = decode_attention(*device.arguments())
     for used in (case, device):
-        used.dense_len -= 2
-        used.kept.count -= 1
+        used.dense_len.sub_(2)
+        used.kept.count.sub_(1)
     graph.replay()
     check(case, DecodeResult(*(None if x is None else x.cpu() for x in result)))
 

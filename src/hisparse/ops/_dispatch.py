@@ -19,7 +19,16 @@ from hisparse.errors import ConfigError
 from hisparse.ops._cuda import can_run
 
 BACKENDS = ("reference", "triton", "cuda")
-ON_CUDA = {"unpack": ("triton",)}
+ON_CUDA = {
+    "attend": ("triton",),
+    "decode": ("cuda", "triton"),
+    "fetch": ("triton",),
+    "pack": ("triton",),
+    "scan": ("cuda", "triton"),
+    "select": ("triton",),
+    "sketch": ("triton",),
+    "unpack": ("triton",),
+}
 """The kernels that serve CUDA tensors unasked, best first: those that have passed their tests on a GPU in their present
 form."""
 

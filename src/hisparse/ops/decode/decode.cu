@@ -20,13 +20,16 @@ struct Work {
     const int* tables[2];  // from the block's first page on
     int counts[2];         // pages of the sequence from there on
     int kept, all;         // units
+    int ids[4][32];        // pages of unit n, at n % 4: read by one warp a unit ahead of the warp that needs them
 
     // The page that this lane copies for unit n; past the end one that is there, which is masked later.
     __device__ inline int page(int n) const {
         const bool second = n >= kept;
         const int per = second ? Page<ROWS_P>::per_unit : Page<KEPT_P>::per_unit;
         const int lane = threadIdx.x & 31, i = (second ? n - kept : n) * per + (lane < per ? lane : 0);
-        return tables[second][min(i, counts[second] - 1)];
+        int id;
+        asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(id) : "l"(tables[second] + min(i, counts[second] - 1)));
+        return id;
     }
 
     __device__ inline void fill(int n, int stage, int id, u32 stages, u32 full) const {
@@ -41,17 +44,19 @@ struct Work {
 };
 
 template <int P>
-__device__ inline void attend_units(State& s, const Work& work, u32 stages, u32 full, u32 counters, int head, int tile,
+__device__ inline void attend_units(State& s, Work& work, u32 stages, u32 full, u32 counters, int head, int tile,
                                     int begin, int end, int pages, Masses masses, int first_page, int& stage, u32& parity) {
     if (begin == end) return;
     const Places<P> places(head, tile);
-    const int all = work.all;
+    const int all = work.all, warp = threadIdx.x >> 5;
     int left = pages * P - tile * 16;  // tokens from this warp's tile on
     for (int n = begin; n < end; n++, left -= UNIT, first_page += Page<P>::per_unit) {
-        const bool more = n + STAGES < all;
-        const int id = more ? work.page(n + STAGES) : 0;  // read now, needed when the tile is done
+        const bool more = n + STAGES < all, ahead = n % WARPS == warp && n + STAGES + 1 < all;
+        int id = 0;
+        if (ahead) id = work.page(n + STAGES + 1);
         barrier_wait(full + 8 * stage, parity);
         if (left > 0) attend_tile<P>(s, places, stages + stage * STAGE, tile, left, first_page, masses);
+        if (ahead) work.ids[(n + STAGES + 1) % 4][threadIdx.x & 31] = id;
         __syncwarp();
         if (more) {
             u32 done = 0;
@@ -63,7 +68,7 @@ __device__ inline void attend_units(State& s, const Work& work, u32 stages, u32 
             if (__shfl_sync(ALL, done, 0) == WARPS - 1) {
                 if ((threadIdx.x & 31) == 0)
                     asm volatile("st.shared.u32 [%0], 0;" ::"r"(counters + 4 * stage) : "memory");
-                work.fill(n + STAGES, stage, id, stages, full);
+                work.fill(n + STAGES, stage, work.ids[(n + STAGES) % 4][threadIdx.x & 31], stages, full);
             }
         }
         if (++stage == STAGES) {
@@ -133,27 +138,16 @@ __device__ inline void prepare(State& s, const float* weights, const float* mean
                 b[k] = halves(weight(DIM / 2 + pair + k) * ratio * up, weight(DIM / 2 + pair + k + 2) * ratio * up);
                 sums[part / (GROUP / 64)] += low_half(a[k]) + high_half(a[k]) + (low_half(b[k]) + high_half(b[k])) / ratio;
             }
-            u32(&w)[PRODUCTS][2] = s.weights[part][j];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
-                w[k][0] = a[k];
-                w[k][1] = times(b[k], -4);
-            }
-            if (K_BITS == 5 && SPLIT) {
-                w[2][0] = times(a[0], 4);
-                w[2][1] = times(a[1], 4 - 8);
-            } else if (K_BITS == 5) {
-                w[2][0] = times(a[0], 4);
-                w[2][1] = times(b[0], 4 - 1);
-                w[PRODUCTS - 1][0] = times(a[1], 4 - 8);
-                w[PRODUCTS - 1][1] = times(b[1], 4 - 9);
+                s.weights[part][j][k][0] = a[k];
+                s.weights[part][j][k][1] = times(b[k], -4);
             }
         }
     // From the lanes of query g to those that hold its columns.
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         s.offset[i] = 2 * t + i < QUERIES ? means[2 * t + i] : 0.f;
-        s.m[i] = FAR;
         s.start[i] = s.offset[i] - FAR;
         s.l[i] = 0.f;
     }
@@ -168,8 +162,6 @@ __device__ inline void prepare(State& s, const float* weights, const float* mean
             s.sums[group][i] = __shfl_sync(ALL, sum, (2 * t + i) * 4);
             s.zero[group][i] = 0.f;
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) s.ones[group][i] = 0.f;
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
@@ -201,6 +193,7 @@ __device__ void attend_dense(u8* shared, const u16* q, int q_stride, const u16* 
             y[c + 1] = number((u16)(both >> 16));
         }
     };
+#pragma unroll 2
     for (int slot = warp; slot < slots; slot += WARPS) {
         float y[PER], dot[8];
         load(y, k + (i64)slot * token_stride);
@@ -249,6 +242,7 @@ __device__ void attend_dense(u8* shared, const u16* q, int q_stride, const u16* 
     for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int c = 0; c < PER; c++) acc[i][c] = 0.f;
+#pragma unroll 4
     for (int slot = warp; slot < slots; slot += WARPS) {
         float y[PER];
         load(y, v + (i64)slot * token_stride);
@@ -332,6 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++)
             if (i < work.all) work.fill(i, i, ids[i], stages, full);
+        if (STAGES < work.all) work.ids[STAGES % 4][lane] = work.page(STAGES);
     }
     normalise(weights, means, q, q_head, order, k_mean, k_scale, scaling);
     __syncthreads();
@@ -371,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
     if (g == 0)
         for (int i = 0; i < 2; i++) {
-            references[warp * 8 + 2 * t + i] = s.m[i];
+            references[warp * 8 + 2 * t + i] = s.offset[i] - s.start[i];
             lengths[warp * 8 + 2 * t + i] = s.l[i];
         }
     __syncthreads();
@@ -382,11 +377,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 float top = FAR;
                 for (int other = 0; other < TILES; other++)
                     top = fmaxf(top, references[(other * HEADS + head) * 8 + 2 * t + i]);
-                const float factor = exp2_(s.m[i] - top);
+                const float factor = exp2_(s.offset[i] - s.start[i] - top);
 #pragma unroll
                 for (int c = 0; c < CHUNKS; c++) {
                     const int group = c * 32 / GROUP;
-                    const float rest = s.zero[group][i] - CENTRE * s.ones[group][i];
+                    const float rest = s.zero[group][i];
 #pragma unroll
                     for (int half = 0; half < 2; half++)
 #pragma unroll

@@ -7,7 +7,6 @@ constexpr int GROUPS = DIM / GROUP;
 constexpr int PARTS = DIM / 64;    // parts of 64 channels in which a thread reads K
 constexpr int CHUNKS = DIM / 32;   // 16-byte pieces of a token's nibble plane
 constexpr int EXTRA = DIM / 8;     // bytes of a token's extra plane
-constexpr int PRODUCTS = K_BITS == 4 ? 2 : SPLIT ? 3 : 4;  // matrix products a word of K
 constexpr float FAR = -1e30f;
 constexpr float ROOM = 64.f;  // a weight beyond this moves the reference
 constexpr float LOG2E = 1.4426950408889634f;
@@ -38,14 +37,12 @@ constexpr int STAGE = KEPT_STAGE > ROWS_STAGE ? KEPT_STAGE : ROWS_STAGE;
 // What a warp knows of its eight queries, and what it has summed up. A thread (g, t) = (lane / 4, lane % 4) holds
 // columns of the queries 2t and 2t + 1.
 struct State {
-    u32 weights[PARTS][2][PRODUCTS][2];  // fragments of q
+    u32 weights[PARTS][2][2][2];  // fragments of q: for each word channels (0, 2) and (1, 3) of the slow, fast half
     float sums[GROUPS][2];               // sum of the rounded q over the channels of a group
     float offset[2];                     // q times the mean key
-    float start[2];                      // offset - m
-    float m[2];                          // reference of the weights, log2
+    float start[2];                      // offset - m, the reference of the weights, log2
     float l[2];                          // sum of the weights
-    float zero[GROUPS][2];               // sum of weight * middle of the page's codes
-    float ones[GROUPS][4];               // sum of the rounded weights times step
+    float zero[GROUPS][2];  // sum of weight * middle of the page - rounded weight * step * middle code
     float out[CHUNKS][2][4];             // sum of rounded weight * step * code
     float unit;                          // 2^24 / scale of q
 };
@@ -115,7 +112,7 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
         float(&c)[4] = scores[part / (GROUP / 64)];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            const u32(&b)[PRODUCTS][2] = s.weights[part][j];
+            const u32(&b)[2][2] = s.weights[part][j];
             const u32 x = keys[part][0][j], y = keys[part][1][j];
             product(c, x & 0x000F000Fu, y & 0x000F000Fu, x & 0x00F000F0u, y & 0x00F000F0u, b[0][0], b[0][1]);
             const u32 x8 = x >> 8, y8 = y >> 8;
@@ -123,12 +120,15 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
             if (K_BITS == 5) {
                 const int turn = DIM == 256 ? 2 * part : 4 * part;
                 const u32 ex = extra[0][j] >> (shift + turn), ey = extra[1][j] >> (shift + turn);
+                // The bits' weights follow from the codes'; in float16 only exponents change.
                 if (SPLIT) {
-                    product(c, ex & 0x00030003u, ey & 0x00030003u, ex & 0x03000300u, ey & 0x03000300u, b[2][0], b[2][1]);
+                    product(c, ex & 0x00030003u, ey & 0x00030003u, ex & 0x03000300u, ey & 0x03000300u, times(b[0][0], 4),
+                            times(b[1][0], 4 - 8));
                 } else {
-                    product(c, ex & 0x00010001u, ey & 0x00010001u, ex & 0x00020002u, ey & 0x00020002u, b[2][0], b[2][1]);
-                    product(c, ex & 0x01000100u, ey & 0x01000100u, ex & 0x02000200u, ey & 0x02000200u, b[PRODUCTS - 1][0],
-                            b[PRODUCTS - 1][1]);
+                    product(c, ex & 0x00010001u, ey & 0x00010001u, ex & 0x00020002u, ey & 0x00020002u, times(b[0][0], 4),
+                            times(b[0][1], 8 - 1));
+                    product(c, ex & 0x01000100u, ey & 0x01000100u, ex & 0x02000200u, ey & 0x02000200u,
+                            times(b[1][0], 4 - 8), times(b[1][1], 8 - 9));
                 }
             }
         }
@@ -186,15 +186,11 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
             }
 #pragma unroll
             for (int across = 4; across < 32; across *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, across));
-            const float m = fmaxf(s.m[i], top), factor = exp2_(s.m[i] - m);
-            s.m[i] = m;
+            const float old = s.offset[i] - s.start[i], m = fmaxf(old, top), factor = exp2_(old - m);
             s.start[i] = s.offset[i] - m;
             s.l[i] *= factor;
 #pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                s.zero[group][i] *= factor;
-                s.ones[group][i] *= factor;
-            }
+            for (int group = 0; group < GROUPS; group++) s.zero[group][i] *= factor;
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
@@ -229,7 +225,7 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
             for (int across = 4; across < 4 * (P < 8 ? P : 8); across *= 2)
                 sum[r] += __shfl_xor_sync(ALL, sum[r], across);
             if (g % (P < 8 ? P : 8) == 0 && g + 8 * r < valid && 2 * t + i < QUERIES)
-                masses.at[(i64)(2 * t + i) * masses.width + first_page + (tile * 16 + g + 8 * r) / P] = (log2_(sum[r]) + s.m[i]) / LOG2E;
+                masses.at[(i64)(2 * t + i) * masses.width + first_page + (tile * 16 + g + 8 * r) / P] = (log2_(sum[r]) + s.offset[i] - s.start[i]) / LOG2E;
         }
     }
 #endif
@@ -239,9 +235,15 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
 #pragma unroll
         for (int r = 0; r < 2; r++) b[group][r] = transposed(halves(scaled[group][r][0], scaled[group][r][1]));
     // -- V -----------------------------------------------------------------------------------------------------------
-    const u32 one = 0x3C003C00u;
 #pragma unroll
-    for (int group = 0; group < GROUPS; group++) product(s.ones[group], one, one, one, one, b[group][0], b[group][1]);
+    for (int group = 0; group < GROUPS; group++) {
+        constexpr u32 one = 0x3C003C00u;
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};  // of the tile's rounded weights, in all rows alike
+        product(sum, one, one, one, one, b[group][0], b[group][1]);
+        // Each of the eight rows of lanes has the whole sum; they will be added up.
+#pragma unroll
+        for (int i = 0; i < 2; i++) s.zero[group][i] = fmaf(sum[i], -CENTRE / 8.f, s.zero[group][i]);
+    }
     u32 e[2][DIM == 256 ? 2 : 1];
     if (V_BITS == 5) {
         const u32 at = stage + places.v_extra;

@@ -36,7 +36,7 @@ def test_shapes_agree_with_float64(heads, dim, queries, bits, row_size, counts) 
     case = make_case(heads, dim, queries, bits, row_size, counts, max(counts) + 3)
     scaling = 0.3 * dim**-0.5
     expected = expected_worth(*case, scaling, bits)
-    for tuning in (None, Tuning(warps=3, stages=2, chunk=1024)):
+    for tuning in (None, Tuning(warps=3, stages=2)):
         worth = twin.scan_rows(*case, scaling, bits, tuning).cpu().double().numpy()
         assert np.array_equal(np.isneginf(worth), np.isneginf(expected))
         used = np.isfinite(expected)
@@ -100,7 +100,7 @@ def test_choices_among_few_levels(counts: list[int], spare: int, budget: int, le
     count = torch.tensor(counts, dtype=torch.int32).cuda()
     wanted = torch.randint(0, budget + 9, (len(counts),), generator=make).int().cuda()
     for limits in (None, wanted):
-        chosen = twin.select_top(worth, table, count, budget, limits, Tuning(chunk=1024))
+        chosen = twin.select_top(worth, table, count, budget, limits)
         assert chosen_sets(chosen) == chosen_sets(plain.select_top(worth, table, count, budget, limits))
 
 

@@ -29,7 +29,7 @@ def twin(request: pytest.FixtureRequest) -> ModuleType:
 def small(twin: ModuleType):
     """Many programs for few rows."""
     if twin is compiled:
-        return compiled.Tuning(warps=2, stages=2, chunk=1024)
+        return compiled.Tuning(warps=2, stages=2)
     return triton_twin.Tuning(rows=16, programs=2, sum_rows=64, take_rows=64)
 
 

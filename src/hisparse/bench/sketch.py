@@ -26,7 +26,7 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
         {"warps": 16, "stages": 3},
         {"warps": 16, "stages": 2},
         {"warps": 8, "stages": 5},
-        {"warps": 12, "stages": 3, "chunk": 1024},
+        {"warps": 12, "stages": 3, "overlap": False},
     ),
     "triton": ({"stages": 3}, {"shared": 2, "stages": 3}),
 }

@@ -35,12 +35,11 @@ class Tuning:
     """How the work is cut.
 
     warps: warps of a program, one program a multiprocessor; stages: tiles of 8 rows that each warp has on their way;
-    chunk: rows that a program chooses from, a multiple of 1024; overlap: kernels start while the one ahead ends.
+    overlap: kernels start while the one ahead ends.
     """
 
     warps: int = 12
     stages: int = 3
-    chunk: int = 2048
     overlap: bool = True
 
 
@@ -101,15 +100,8 @@ def _scan_kernel(
     return load_kernel("scan/scan.cu", name, defines, device=q.device)
 
 
-def _select_kernel(name: str, chunk: int, sets: int, blocks: int, device: torch.device) -> Kernel:
-    defines = {
-        "SETS": sets,
-        "BLOCKS": blocks,
-        "BINS": BINS,
-        "SHIFT": SHIFT,
-        "REACH": _reach(sets, blocks),
-        "CHUNK": chunk,
-    }
+def _select_kernel(name: str, sets: int, blocks: int, device: torch.device) -> Kernel:
+    defines = {"SETS": sets, "BLOCKS": blocks, "BINS": BINS, "SHIFT": SHIFT, "REACH": _reach(sets, blocks)}
     return load_kernel("scan/select.cu", name, defines, device=device)
 
 
@@ -146,7 +138,7 @@ def scan_rows(
     if plan is None:
         worth: Tensor = _fallback().scan_rows(q, codes, scales, table, count, stats, scaling, bits)
         return worth
-    return _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, None, None, 0)
+    return _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, None, 0)
 
 
 def _plan(q: Tensor, codes: Tensor, scales: Tensor, table: Tensor, stats: ChannelStats, bits: int) -> Plan | None:
@@ -166,11 +158,10 @@ def _scan(
     scaling: float,
     bits: int,
     tune: Tuning,
-    cleared: Tensor | None,
     histogram: Tensor | None,
     base: int,
 ) -> Tensor:
-    """Worth float32 [B, max_rows]. Clears `cleared` on the way; counts bins in `histogram`, a part of it."""
+    """Worth float32 [B, max_rows]; `histogram` int32 [B, BINS], where given, gets the number of rows of each bin."""
     (batch, width), heads = table.shape, stats.heads
     row_size = scales.shape[1] // heads
     tune = _fit(tune, plan.stage_bytes(row_size))
@@ -190,8 +181,8 @@ def _scan(
     kernel(
         (heads, batch, 1),
         1024,
-        [q, stats.query_basis, codes, scales, table, count, weights, middle, top, tiles, cleared,
-         0 if cleared is None else cleared.numel(), scaling / math.log(2), q.stride(0), q.stride(1), width],
+        [q, stats.query_basis, codes, scales, table, count, weights, middle, top, tiles, histogram,
+         0 if histogram is None else histogram.numel(), scaling / math.log(2), q.stride(0), q.stride(1), width],
         overlap=tune.overlap,
     )  # fmt: skip
     kernel = _scan_kernel(plan, "scan_rows", q, stats, bits, row_size, tune)
@@ -202,7 +193,7 @@ def _scan(
         tune.warps * tune.stages * plan.stage_bytes(row_size),
         tune.overlap,
     )
-    kernel = _select_kernel("sum_rows", tune.chunk, plan.sets, plan.blocks, device)
+    kernel = _select_kernel("sum_rows", plan.sets, plan.blocks, device)
     kernel(
         (-(-width // (128 * _reach(plan.sets, plan.blocks))), batch, 1),
         512,
@@ -227,11 +218,11 @@ def select_top(
         empty: Chosen = import_module("hisparse.ops.scan.reference").select_top(worth, table, count, budget, wanted)
         return empty
     worth, table, count = worth.contiguous(), table.contiguous(), count.contiguous()
-    base, chunks = lowest_bin(heads, budget), -(-width // tune.chunk)
-    cleared = torch.zeros(batch * (BINS + chunks + 1), dtype=torch.int32, device=worth.device)
-    kernel = _select_kernel("count_rows", tune.chunk, 1, 1, worth.device)
-    kernel((chunks, batch, 1), 512, [worth, count, cleared, width, base])
-    return _choose(worth, table, count, budget, wanted, cleared, base, tune)
+    base = lowest_bin(heads, budget)
+    histogram = torch.zeros(batch, BINS, dtype=torch.int32, device=worth.device)
+    kernel = _select_kernel("count_rows", 1, 1, worth.device)
+    kernel((-(-width // 2048), batch, 1), 512, [worth, count, histogram, width, base])
+    return _choose(worth, table, count, budget, wanted, histogram, base, tune)
 
 
 def scan_and_select(
@@ -255,9 +246,9 @@ def scan_and_select(
         return select_top(worth, table, count, budget, wanted, tuning, q.shape[1])
     (batch, width), base = table.shape, lowest_bin(q.shape[1], budget)
     table, count = table.contiguous(), count.contiguous()
-    cleared = torch.empty(batch * (BINS + -(-width // tune.chunk) + 1), dtype=torch.int32, device=q.device)
-    worth = _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, cleared, cleared, base)
-    return _choose(worth, table, count, budget, wanted, cleared, base, tune)
+    histogram = torch.empty(batch, BINS, dtype=torch.int32, device=q.device)
+    worth = _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, histogram, base)
+    return _choose(worth, table, count, budget, wanted, histogram, base, tune)
 
 
 def _choose(
@@ -266,21 +257,20 @@ def _choose(
     count: Tensor,
     budget: int,
     wanted: Tensor | None,
-    counted: Tensor,
+    histogram: Tensor,
     base: int,
     tune: Tuning,
 ) -> Chosen:
-    """`counted`: int32, the histogram [B, BINS], then zeros [B, chunks + 1]."""
     batch, width = worth.shape
     rows = torch.empty(batch, budget, dtype=torch.int32, device=worth.device)
     chosen = torch.empty(batch, dtype=torch.int32, device=worth.device)
     key, place = torch.empty(2, batch, width, dtype=torch.int32, device=worth.device).unbind()
     limits = None if wanted is None else wanted.contiguous()
-    kernel = _select_kernel("choose_rows", tune.chunk, 1, 1, worth.device)
+    kernel = _select_kernel("choose_rows", 1, 1, worth.device)
     kernel(
-        (-(-width // tune.chunk), batch, 1),
+        (8, batch, 1),
         1024,
-        [worth, table, count, limits, counted, counted[batch * BINS :], rows, chosen, key, place, width, budget, base],
+        [worth, table, count, limits, histogram, rows, chosen, key, place, width, budget, base],
         overlap=tune.overlap,
     )
     return Chosen(rows, chosen)

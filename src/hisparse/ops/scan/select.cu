@@ -2,19 +2,23 @@
 //
 // Worth is not negative, so its bits order as it does. Rows are counted by bins of 2^-8 of an octave; the bin at which
 // the budget runs out says for nearly every row whether it is taken. Rows of higher bins are taken, rows of that bin
-// become candidates, and the last program of a sequence to finish takes the best of them, among equals the first. Every
-// row's place in the result follows from counts of the rows before it, so that the result is the same each time.
+// become candidates, of which the best are taken, among equals the first. Eight programs a sequence choose together, a
+// cluster: they tell each other what they found through shared memory. Every row's place in the result follows from
+// counts of the rows before it, so that the result is the same each time.
 //
-// Macros: SETS, BLOCKS (see scan.cu), BINS (2048), SHIFT, REACH (rows a quad of lanes sums), CHUNK (rows a program of
-// choose_rows looks at).
+// Macros: SETS, BLOCKS (see scan.cu), BINS (2048), SHIFT, REACH (rows a quad of lanes sums).
 
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 constexpr int PC = SETS * 8;
 constexpr int THREADS = 512;      // of sum_rows and count_rows
-constexpr int CHOOSERS = 1024;    // of choose_rows
-constexpr int EACH = CHUNK / CHOOSERS;
+constexpr int CHUNK = 2048;       // rows of a program of count_rows
+constexpr int CHOOSERS = 1024;    // threads of choose_rows
+constexpr int CLUSTER = 8;        // programs a sequence
+constexpr int HELD = 32;          // rows that a thread holds in registers
+constexpr int FEW = 1024;         // candidates that are ranked by comparing each with each
 static_assert(BINS == 2 * CHOOSERS, "two bins a thread");
 
 // ---- instructions ------------------------------------------------------------------------------------------------
@@ -22,6 +26,28 @@ static_assert(BINS == 2 * CHOOSERS, "two bins a thread");
 // For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// For programs of a cluster: a barrier, which also shows each the others' writes; and reading and writing another's
+// shared memory, at the place that `p` has in one's own.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 address_in(const void* p, int rank) {
+  u32 y;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
+  return y;
+}
+
+__device__ __forceinline__ int read_in(const int* p, int rank) {
+  int y;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(y) : "r"(address_in(p, rank)) : "memory");
+  return y;
+}
+
+__device__ __forceinline__ void write_in(u64* p, int rank, u64 x) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in(p, rank)), "l"(x) : "memory");
+}
 
 // ---- worth -------------------------------------------------------------------------------------------------------
 
@@ -158,8 +184,15 @@ count_rows(const float* worth, const int* count, int* histogram, int max_rows, i
 
 // ---- the choice --------------------------------------------------------------------------------------------------
 
-// Sum of x over the threads before this one, for CHOOSERS threads; `total` is that of all. Barriers inside.
-__device__ __forceinline__ int sum_before(int x, int* scratch, int& total) {
+struct Shared {
+  int scratch[32], cut, sure, left, rest, digit;
+  int all[2];  // rows taken by the program, and candidates
+  int count[256];
+  u64 few[FEW];  // of the first program: candidates, the key above the complement of the row
+};
+
+// Sum of x over the threads before this one. Barriers inside.
+__device__ __noinline__ int sum_before(int x, int* scratch) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int sum = x;
 #pragma unroll
@@ -176,141 +209,154 @@ __device__ __forceinline__ int sum_before(int x, int* scratch, int& total) {
     const int other = __shfl_up_sync(~0u, warps, step);
     if (lane >= step) warps += other;
   }
-  total = __shfl_sync(~0u, warps, 31);
   const int before = __shfl_sync(~0u, warps, (warp + 31) & 31);
   return sum - x + (warp ? before : 0);
 }
 
 __device__ __forceinline__ int read_volatile(const int* p) { return *(const volatile int*)p; }
 
-// The `wanted`-th largest of n keys below 2^bits (in memory that other programs wrote), and how many keys that equal it
-// are among the `wanted`. Eight bits at a time by counting.
-__device__ __forceinline__ int find_limit(const int* key, int n, int wanted, int bits, int common, int* scratch, int& equal) {
-  __shared__ int s_count[256], s_digit, s_rest;
-  int limit = common;
+// The `wanted`-th largest of the values of 0 .. n - 1 that share the bits of `limit` from `bits` up, found eight bits at a
+// time by counting; and how many values that equal it are among the `wanted`. Values below 0 do not count.
+template <class Value>
+__device__ __forceinline__ int find_limit(Value value, int n, int wanted, int bits, int limit, Shared& s, int& equal) {
+#pragma unroll 1
   for (int shift = bits; shift > 0;) {
-    const int width = shift < 8 ? shift : 8;
+    const int width = shift < 8 ? shift : 8, above_bits = shift;
     shift -= width;
-    if (threadIdx.x < 256) s_count[threadIdx.x] = 0;
+    if (threadIdx.x < 256) s.count[threadIdx.x] = 0;
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < n; i += CHOOSERS) {
-      const int x = read_volatile(key + i);
-      if ((x >> (shift + width)) == (limit >> (shift + width))) atomicAdd(s_count + ((x >> shift) & ((1 << width) - 1)), 1);
+      const int x = value(i);
+      if (x >= 0 && (x >> above_bits) == (limit >> above_bits)) atomicAdd(s.count + ((x >> shift) & ((1 << width) - 1)), 1);
     }
     __syncthreads();
     // Thread i has digit 255 - i: sums run from the largest digit down.
-    const int own = threadIdx.x < 256 ? s_count[255 - threadIdx.x] : 0;
-    int total;
-    const int above = sum_before(own, scratch, total);
-    if (threadIdx.x < 256 && above < wanted && above + own >= wanted) s_digit = 255 - threadIdx.x, s_rest = wanted - above;
+    const int own = threadIdx.x < 256 ? s.count[255 - threadIdx.x] : 0;
+    const int above = sum_before(own, s.scratch);
+    if (threadIdx.x < 256 && above < wanted && above + own >= wanted) s.digit = 255 - threadIdx.x, s.rest = wanted - above;
     __syncthreads();
-    limit |= s_digit << shift;
-    wanted = s_rest;
+    limit |= s.digit << shift;
+    wanted = s.rest;
     __syncthreads();
   }
   equal = wanted;
   return limit;
 }
 
-// Grid (max_rows / CHUNK, B), CHOOSERS threads; programs of one sequence wait for those of lower number, which started
-// before. rows int32 [B, budget], chosen int32 [B]. histogram int32 [B, BINS] of all rows; state int32 [B, grid + 1], zeros
-// at first: what each program found, and how many are done; key, place int32 [B, max_rows]: candidates. limits: int32
-// [B] or null.
-extern "C" __global__ void __launch_bounds__(CHOOSERS, 1)
-choose_rows(const float* worth, const int* table, const int* count, const int* limits, const int* histogram, int* state,
-            int* rows, int* chosen, int* key, int* place, int max_rows, int budget, int base) {
-  __shared__ int s_scratch[32], s_cut, s_sure, s_left, s_before, s_last;
-  const int tid = threadIdx.x, lane = tid & 31, b = blockIdx.y, chunk = blockIdx.x;
-  const int n_rows = clamp_count(count, b, max_rows), chunks = max((n_rows + CHUNK - 1) / CHUNK, 1);
-  if (chunk >= chunks) return;
-  const int wanted = min(max(limits ? min(limits[b], budget) : budget, 0), n_rows);
-  worth += (i64)b * max_rows, table += (i64)b * max_rows, key += (i64)b * max_rows, place += (i64)b * max_rows;
-  rows += (i64)b * budget, state += b * (gridDim.x + 1);
-
-  int own[EACH], id[EACH];
-#pragma unroll
-  for (int e = 0; e < EACH; ++e) {
-    const int row = chunk * CHUNK + tid * EACH + e;
-    id[e] = row < n_rows ? table[row] : 0;
+// The best `rest` of many candidates in memory, key and row; of equal ones the first rows.
+__device__ __noinline__ void take_of_many(const int* key, const int* place, const int* table, int n, int rest, int bits,
+                                          int common, int* to, Shared& s) {
+  int equal, ignored;
+  const int limit = find_limit([&](int i) { return read_volatile(key + i); }, n, rest, bits, common, s, equal);
+  const auto early = [&](int i) { return read_volatile(key + i) == limit ? 0x7FFFFFFF - read_volatile(place + i) : -1; };
+  const int last = find_limit(early, n, equal, 31, 0, s, ignored);
+  int done = 0;
+#pragma unroll 1
+  for (int start = 0; start < n; start += CHOOSERS) {
+    const int i = start + threadIdx.x;
+    const int take = i < n && (read_volatile(key + i) > limit || early(i) >= last);
+    const int at = done + sum_before(take, s.scratch);
+    if (take) to[at] = table[read_volatile(place + i)];
+    if (threadIdx.x == CHOOSERS - 1) s.rest = at + take;
+    __syncthreads();
+    done = s.rest;
   }
+}
+
+// Grid (CLUSTER, B), CHOOSERS threads. rows int32 [B, budget], chosen int32 [B]. histogram int32 [B, BINS] of all rows;
+// key, place int32 [B, max_rows]: room for candidates; limits: int32 [B] or null.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(CHOOSERS, 1)
+choose_rows(const float* worth, const int* table, const int* count, const int* limits, const int* histogram, int* rows,
+            int* chosen, int* key, int* place, int max_rows, int budget, int base) {
+  __shared__ Shared s;
+  const int tid = threadIdx.x, lane = tid & 31, b = blockIdx.y, rank = blockIdx.x;
   wait_for_previous();
   start_next();
+  const int n_rows = clamp_count(count, b, max_rows);
+  const int wanted = min(max(limits ? min(limits[b], budget) : budget, 0), n_rows);
+  worth += (i64)b * max_rows, table += (i64)b * max_rows, key += (i64)b * max_rows, place += (i64)b * max_rows;
+  rows += (i64)b * budget;
+
+  // A thread has every 1024th row of the program's share, HELD at a time.
+  const int each = (n_rows + CLUSTER * CHOOSERS - 1) / (CLUSTER * CHOOSERS), first = rank * each * CHOOSERS + tid;
+  int own[HELD];
+  const auto read_keys = [&](int start) {
 #pragma unroll
-  for (int e = 0; e < EACH; ++e) {
-    const int row = chunk * CHUNK + tid * EACH + e;
-    own[e] = row < n_rows ? key_of(worth[row]) : -1;
-  }
+    for (int e = 0; e < HELD; ++e) {
+      const int row = first + (start + e) * CHOOSERS;
+      own[e] = start + e < each && row < n_rows ? key_of(worth[row]) : -1;
+    }
+  };
+  read_keys(0);
   // Thread i has bins BINS - 1 - 2 i and the one below: sums run from the top bin down. One bin reaches what is wanted.
   const int2 bins = ((const int2*)(histogram + b * BINS))[CHOOSERS - 1 - tid];
-  if (tid == 0) s_cut = wanted ? -1 : BINS, s_sure = 0, s_left = 0;
-  int total;
-  const int above = sum_before(bins.x + bins.y, s_scratch, total);
-  if (above < wanted && above + bins.y >= wanted) s_cut = BINS - 1 - 2 * tid, s_sure = above, s_left = bins.y;
+  if (tid == 0) s.cut = wanted ? -1 : BINS, s.sure = 0, s.left = 0;
+  const int above = sum_before(bins.x + bins.y, s.scratch);
+  if (above < wanted && above + bins.y >= wanted) s.cut = BINS - 1 - 2 * tid, s.sure = above, s.left = bins.y;
   else if (above + bins.y < wanted && above + bins.y + bins.x >= wanted)
-    s_cut = BINS - 2 - 2 * tid, s_sure = above + bins.y, s_left = bins.x;
+    s.cut = BINS - 2 - 2 * tid, s.sure = above + bins.y, s.left = bins.x;
   __syncthreads();
-  const int cut = s_cut, sure = s_sure, left = s_left;
+  const int cut = s.cut, sure = s.sure, left = s.left, rest = wanted - sure;
+  // The keys of the bin at the cut: bounds are cheaper than bins. Nothing reaches those of a cut above all bins.
+  const int least = cut >= BINS ? 0x7FFFFFFF : cut > 0 ? (cut + base) << SHIFT : 0;
+  const int next = cut >= BINS - 1 ? 0x7FFFFFFF : cut < 0 ? 0 : (cut + base + 1) << SHIFT;
 
-  int found = 0;  // rows taken, and from bit 16 candidates
-  int bin[EACH];
+  u32 takes = 0, those = 0;  // bit e: own[e] is taken, is a candidate
+  const auto sort_out = [&]() {
+    takes = those = 0;
 #pragma unroll
-  for (int e = 0; e < EACH; ++e) {
-    bin[e] = own[e] < 0 ? -2 : find_bin(own[e], base);
-    found += (bin[e] > cut) + ((bin[e] == cut) << 16);
-  }
-  int all;
-  const int within = sum_before(found, s_scratch, all);
-  if (tid == 0) *(volatile int*)(state + chunk) = all | 0x80000000;
-  if (tid < 32) {
-    int taken = 0, candidates = 0;
-    for (int i = lane; i < chunk; i += 32) {
-      int x;
-      while ((x = read_volatile(state + i)) >= 0) {}
-      taken += x & 0xFFFF, candidates += (x >> 16) & 0x7FFF;
+    for (int e = 0; e < HELD; ++e) {
+      if (own[e] >= least) those |= 1u << e;
+      if (own[e] >= next) takes |= 1u << e;
     }
-#pragma unroll
-    for (int step = 16; step; step /= 2) {
-      taken += __shfl_xor_sync(~0u, taken, step);
-      candidates += __shfl_xor_sync(~0u, candidates, step);
-    }
-    if (lane == 0) s_before = taken, s_last = candidates;
+    those &= ~takes;
+  };
+  int found = 0, found_left = 0;
+#pragma unroll 1
+  for (int start = 0; start < each; start += HELD) {
+    if (start) read_keys(start);
+    sort_out();
+    found += __popc(takes), found_left += __popc(those);
   }
-  __syncthreads();
-  int to = s_before + (within & 0xFFFF), to_left = s_last + (within >> 16);
-#pragma unroll
-  for (int e = 0; e < EACH; ++e) {
-    if (bin[e] > cut) rows[to++] = id[e];
-    if (bin[e] == cut) key[to_left] = own[e], place[to_left++] = id[e];
-  }
-  __threadfence();
-  __syncthreads();
-  if (tid == 0) s_last = atomicAdd(state + gridDim.x, 1) == chunks - 1;
-  __syncthreads();
-  if (!s_last) return;
-  __threadfence();
-
-  for (int i = wanted + tid; i < budget; i += CHOOSERS) rows[i] = 0;
-  if (tid == 0) chosen[b] = wanted;
-  const int rest = wanted - sure;
-  if (left == 0 || rest == 0) return;
-  const bool inner = cut > 0 && cut < BINS - 1;  // the rows of such a bin share their first digits
-  int equal = 0, limit = 0;
-  if (rest < left)
-    limit = find_limit(key, left, rest, inner ? SHIFT : 31, inner ? (cut + base) << SHIFT : 0, s_scratch, equal);
-  int done = sure, equals = 0;
-  for (int start = 0; start < left; start += CHOOSERS) {
-    const int i = start + tid, x = i < left ? read_volatile(key + i) : -1;
-    int number;
-    if (rest < left) {
-      const int same = x == limit;
-      const int before = equals + sum_before(same, s_scratch, number);
-      equals += number;
-      const int take = x > limit || (same && before < equal);
-      const int at = sum_before(take, s_scratch, number);
-      if (take) rows[done + at] = read_volatile(place + i);
-      done += number;
-    } else if (x >= 0) {
-      rows[sure + i] = read_volatile(place + i);
+  int to = sum_before(found, s.scratch), to_left = sum_before(found_left, s.scratch);
+  if (tid == CHOOSERS - 1) s.all[0] = to + found, s.all[1] = to_left + found_left;
+  sync_cluster();
+#pragma unroll 1
+  for (int other = 0; other < rank; ++other) to += read_in(s.all, other), to_left += read_in(s.all + 1, other);
+  const bool few = left <= FEW;
+#pragma unroll 1
+  for (int start = 0; start < each; start += HELD) {
+    if (each > HELD) read_keys(start), sort_out();
+    for (; takes; takes &= takes - 1) rows[to++] = table[first + (start + __ffs(takes) - 1) * CHOOSERS];
+    for (; those; those &= those - 1) {
+      const int row = first + (start + __ffs(those) - 1) * CHOOSERS, x = key_of(worth[row]);
+      if (few) write_in(s.few + to_left, 0, (u64)x << 32 | (u32)~row);
+      else key[to_left] = x, place[to_left] = row;
+      ++to_left;
     }
+  }
+  if (rank == CLUSTER - 1) {
+    for (int i = wanted + tid; i < budget; i += CHOOSERS) rows[i] = 0;
+    if (tid == 0) chosen[b] = wanted;
+  }
+  sync_cluster();
+  if (rank || rest <= 0) return;
+  rows += sure;
+  if (!few) {
+    const bool inner = cut > 0 && cut < BINS - 1;  // the rows of such a bin share their first digits
+    take_of_many(key, place, table, left, rest, inner ? SHIFT : 31, inner ? (cut + base) << SHIFT : 0, rows, s);
+    return;
+  }
+  // Each candidate's rank: four lanes compare it with a quarter of the others each.
+#pragma unroll 1
+  for (int i = tid / 4; i < (left + 7) / 8 * 8; i += CHOOSERS / 4) {
+    const u64 mine = i < left ? s.few[i] : 0;
+    int better = 0;
+#pragma unroll 4
+    for (int j = lane & 3; j < left; j += 4) better += s.few[j] > mine;
+    better += __shfl_xor_sync(~0u, better, 1);
+    better += __shfl_xor_sync(~0u, better, 2);
+    if (i < left && better < rest && (lane & 3) == 0) rows[better] = table[~(u32)mine];
   }
 }

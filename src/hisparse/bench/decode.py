@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -130,8 +131,9 @@ def _tuning(module: ModuleType, text: str) -> tuple[Any, ...]:
     if not text:
         return ()
     if not hasattr(module, "Tuning"):
-        raise InputError(f"the {name_of(module)} kernel has no --tune; leave it out, or say --twin triton")
+        raise InputError(f"the {name_of(module)} kernel has no --tune; leave it out")
     try:
         return (module.Tuning(*map(int, text.split(","))),)
     except (TypeError, ValueError):
-        raise InputError(f"--tune {text!r}: give block,warps,stages,programs[,registers] in whole numbers") from None
+        names = ", ".join(field.name for field in fields(module.Tuning))
+        raise InputError(f"--tune {text!r}: give {names} of the {name_of(module)} kernel in whole numbers") from None

@@ -38,7 +38,10 @@ def decode(
     page_size: Annotated[list[int] | None, typer.Option(help="Tokens a page; may be repeated.")] = None,
     group: Annotated[int, typer.Option(help="Channels that share a step and a zero.")] = 64,
     tune: Annotated[
-        list[str] | None, typer.Option(help="block,warps,stages,programs[,registers] of the Triton kernel, to try.")
+        list[str] | None,
+        typer.Option(
+            help="Settings of the kernel to try, comma-separated in the order of its Tuning; may be repeated."
+        ),
     ] = None,
     twin: TwinName = None,
     out: Out = None,

@@ -5,7 +5,7 @@ It serves what models use most; everything else goes to the Triton twin.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -35,14 +35,18 @@ class Tuning:
     blocks: int = 1
 
 
-def default_tuning(heads: int, dim: int, page_bytes: int, page_tokens: int) -> Tuning:
+def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:
+    """Bytes of a stage that holds `tiles` tiles of pages of any of `sizes` tokens."""
+    return max(16 * tiles // tokens * replace(fmt, tokens=tokens).page_bytes for tokens in sizes)
+
+
+def default_tuning(fmt: PageFormat, sizes: list[int]) -> Tuning:
     """As many warps as have registers, and stages that fill shared memory."""
-    warps = 16 if dim <= 128 else 8
-    tiles = max(1, min(warps // heads, 8))
-    while 16 * tiles % page_tokens:
+    warps = 16 if fmt.head_dim <= 128 else 8
+    tiles = max(1, min(warps // fmt.heads, 8))
+    while any(16 * tiles % tokens for tokens in sizes):
         tiles += 1
-    stage = 16 * tiles // page_tokens * page_bytes
-    return Tuning(tiles, max(2, min(8, (SHARED - 2048) // stage)))
+    return Tuning(tiles, max(2, min(8, (SHARED - 4096) // _stage(fmt, tiles, sizes))))
 
 
 @cache
@@ -145,9 +149,8 @@ def decode_attention(
         q = q.contiguous()
     if dense_k.stride() != dense_v.stride() or dense_k.stride(3) != 1 or dense_k.stride(2) % 2:
         dense_k, dense_v = dense_k.contiguous(), dense_v.contiguous()
-    largest = max(formats, key=lambda f: f.tokens)
-    tune = tuning or default_tuning(heads, dim, largest.page_bytes, largest.tokens)
-    sizes = tuple(0 if pages is None else pages.fmt.tokens for pages in parts)
+    sizes = [4 if pages is None else pages.fmt.tokens for pages in parts]  # what is absent needs a size, too
+    tune = tuning or default_tuning(fmt, sizes)
     index = q.device.index or 0
     kernel = _kernel(
         fmt, q_heads // heads, q.dtype == torch.bfloat16, (sizes[0], sizes[1]), page_mass, split == "rope", tune, index
@@ -174,7 +177,7 @@ def decode_attention(
         masses.append(mass)
         arguments += [pages.pool, pages.table.contiguous(), pages.count, mass]
         widths.append(width)
-    stage = max(16 * tune.tiles // f.tokens * f.page_bytes for f in formats)
+    stage = _stage(fmt, tune.tiles, sizes)
     kernel(
         (n_dense + n_share, batch, 1),
         32 * heads * tune.tiles,

@@ -2,8 +2,9 @@
 //
 // Macros: HEADS (KV heads), QUERIES (query heads a KV head, at most 8), DIM (64, 128, 256), GROUP (channels that share
 // a step; 64 or a multiple), K_BITS, V_BITS (4 or 5), SPLIT (1: five-bit K is split in six and four bits), BF16 (dtype of
-// q and the dense slots; 0: float16), KEPT_P and ROWS_P (tokens a page), TILES (tiles of 16 tokens a stage), STAGES,
-// BLOCKS (blocks a multiprocessor), MASS (1: write each page's log-sum-exp), CHUNK (dense slots a block).
+// q and the dense slots; 0: float16), KEPT_P and ROWS_P (tokens a page; of a kind that is absent, any), TILES (tiles of
+// 16 tokens a stage), STAGES, BLOCKS (blocks a multiprocessor), MASS (1: write each page's log-sum-exp), CHUNK (dense
+// slots a block).
 //
 // A block walks through a share of one sequence's pages. Whole pages are copied into shared memory, stage by stage (bulk
 // copies that complete on a barrier); HEADS * TILES warps each take one KV head of 16 tokens of a stage, and the last to
@@ -14,13 +15,17 @@
 #include "ptx.cuh"
 #include "tile.cuh"
 
+// A warp may be STAGES units ahead of another, so more page ids than that are waiting.
+constexpr int RING = 16;
+static_assert(STAGES + 2 <= RING, "too many stages");
+
 // What a block has to go through: units of kept pages, then units of rows, counted from 0.
 struct Work {
     const u8* pools[2];
     const int* tables[2];  // from the block's first page on
     int counts[2];         // pages of the sequence from there on
     int kept, all;         // units
-    int ids[4][32];        // pages of unit n, at n % 4: read by one warp a unit ahead of the warp that needs them
+    int ids[RING][32];     // pages of unit n, at n % RING: read by one warp a unit ahead of the warp that needs them
 
     // The page that this lane copies for unit n; past the end one that is there, which is masked later.
     __device__ inline int page(int n) const {
@@ -56,7 +61,7 @@ __device__ inline void attend_units(State& s, Work& work, u32 stages, u32 full, 
         if (ahead) id = work.page(n + STAGES + 1);
         barrier_wait(full + 8 * stage, parity);
         if (left > 0) attend_tile<P>(s, places, stages + stage * STAGE, tile, left, first_page, masses);
-        if (ahead) work.ids[(n + STAGES + 1) % 4][threadIdx.x & 31] = id;
+        if (ahead) work.ids[(n + STAGES + 1) % RING][threadIdx.x & 31] = id;
         __syncwarp();
         if (more) {
             u32 done = 0;
@@ -68,7 +73,7 @@ __device__ inline void attend_units(State& s, Work& work, u32 stages, u32 full, 
             if (__shfl_sync(ALL, done, 0) == WARPS - 1) {
                 if ((threadIdx.x & 31) == 0)
                     asm volatile("st.shared.u32 [%0], 0;" ::"r"(counters + 4 * stage) : "memory");
-                work.fill(n + STAGES, stage, work.ids[(n + STAGES) % 4][threadIdx.x & 31], stages, full);
+                work.fill(n + STAGES, stage, work.ids[(n + STAGES) % RING][threadIdx.x & 31], stages, full);
             }
         }
         if (++stage == STAGES) {
@@ -289,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         return;
     }
     const int n_share = gridDim.x - n_dense, share = blockIdx.x - n_dense;
-    const int n_kept = KEPT_P ? kept_count[batch] : 0, n_rows = ROWS_P ? rows_count[batch] : 0;
+    const int n_kept = kept_count ? kept_count[batch] : 0, n_rows = rows_count ? rows_count[batch] : 0;
     const int kept_units = (int)(((i64)n_kept * KEPT_P + UNIT - 1) / UNIT);
     const int rows_units = (int)(((i64)n_rows * ROWS_P + UNIT - 1) / UNIT);
     const i64 units = (i64)kept_units + rows_units;
@@ -326,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++)
             if (i < work.all) work.fill(i, i, ids[i], stages, full);
-        if (STAGES < work.all) work.ids[STAGES % 4][lane] = work.page(STAGES);
+        if (STAGES < work.all) work.ids[STAGES % RING][lane] = work.page(STAGES);
     }
     normalise(weights, means, q, q_head, order, k_mean, k_scale, scaling);
     __syncthreads();
@@ -341,14 +346,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int stage = 0;
     u32 parity = 0;
     const i64 first = first_query + head * QUERIES;
-#if KEPT_P
     attend_units<KEPT_P>(s, work, stages, full, opaque(shared_address(counters)), head, tile, 0, work.kept, work.counts[0], {kept_mass + first * kept_width, kept_width}, kept_first, stage,
                          parity);
-#endif
-#if ROWS_P
     attend_units<ROWS_P>(s, work, stages, full, opaque(shared_address(counters)), head, tile, work.kept, work.all, work.counts[1], {rows_mass + first * rows_width, rows_width}, rows_first,
                          stage, parity);
-#endif
     // Sum up over the lanes that hold the same queries.
 #pragma unroll
     for (int i = 0; i < 2; i++)

@@ -23,13 +23,8 @@ struct Page {
     static constexpr int v_scales = k_scales + aligned(HEADS * GROUPS * 4);
     static constexpr int bytes = v_scales + aligned(HEADS * GROUPS * 4);
     static constexpr int per_unit = UNIT / P;
-    static_assert(P == 0 || UNIT % (P ? P : 1) == 0, "a stage holds whole pages");
+    static_assert(UNIT % P == 0, "a stage holds whole pages");
 };
-template <>
-struct Page<0> {  // there are no such pages
-    static constexpr int k_extra = 0, v_nibbles = 0, v_extra = 0, k_scales = 0, v_scales = 0, bytes = 0, per_unit = 1;
-};
-
 constexpr int KEPT_STAGE = Page<KEPT_P>::bytes * Page<KEPT_P>::per_unit;
 constexpr int ROWS_STAGE = Page<ROWS_P>::bytes * Page<ROWS_P>::per_unit;
 constexpr int STAGE = KEPT_STAGE > ROWS_STAGE ? KEPT_STAGE : ROWS_STAGE;
@@ -57,7 +52,7 @@ template <int P>
 struct Places {
     using F = Page<P>;
     // Bytes from a token to the one eight tokens on, in a field of `width` bytes a token.
-    __host__ __device__ static constexpr int further(int width) { return P >= 16 ? 8 * width : 8 / (P ? P : 1) * F::bytes; }
+    __host__ __device__ static constexpr int further(int width) { return P >= 16 ? 8 * width : 8 / P * F::bytes; }
     u32 k, k_extra, scales, v, v_extra;
 
     __device__ inline Places(int head, int tile) {
@@ -132,6 +127,18 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
                 }
             }
         }
+    }
+    // -- V, on its way while the weights are worked out --
+    u32 w[2][CHUNKS];
+    if (DIM == 64) {
+        load_transposed(w[0][0], w[0][1], w[1][0], w[1][1], stage + places.v);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c += 4)
+                load_transposed(w[half][c], w[half][c + 1], w[half][(c + 2) % CHUNKS], w[half][(c + 3) % CHUNKS],
+                                stage + places.v + half * Places<P>::further(DIM / 2) + 16 * c);
     }
     float score[2][2];  // [row][query], log2, relative to the reference
     auto sum_up = [&](const float (&start)[2]) {
@@ -259,17 +266,6 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
         } else {
             load_transposed(e[0][0], e[0][DIM == 256], e[1][0], e[1][DIM == 256], at);
         }
-    }
-    u32 w[2][CHUNKS];
-    if (DIM == 64) {
-        load_transposed(w[0][0], w[0][1], w[1][0], w[1][1], stage + places.v);
-    } else {
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int c = 0; c < CHUNKS; c += 4)
-                load_transposed(w[half][c], w[half][c + 1], w[half][(c + 2) % CHUNKS], w[half][(c + 3) % CHUNKS],
-                                stage + places.v + half * Places<P>::further(DIM / 2) + 16 * c);
     }
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {

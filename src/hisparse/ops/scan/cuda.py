@@ -1,4 +1,4 @@
-"""The scan with CUDA C++: see ``scan.cu`` for how sketches are scored and ``select.cu`` for the selection.
+"""The scan with CUDA C++: see ``sketch.cu`` for how sketches are scored and ``select.cu`` for the selection.
 
 Four launches: the query's weights; the sketches, read once; the roots of the rows' attention, summed over heads and
 counted by bins; the choice. The share of attention that falls on a row is known only when all rows have been seen, so
@@ -89,15 +89,11 @@ def _fallback() -> ModuleType:
     return import_module(f"hisparse.ops.scan.{'triton' if has_triton('scan') else 'reference'}")
 
 
-def _scan_kernel(
-    plan: Plan, name: str, q: Tensor, stats: ChannelStats, bits: int, row_size: int, tune: Tuning
-) -> Kernel:
-    defines = {
+def _sketch_macros(plan: Plan, q: Tensor, stats: ChannelStats, bits: int, row_size: int) -> dict[str, int]:
+    return {
         "HEADS": stats.heads, "QUERIES": q.shape[1] // stats.heads, "HEAD_DIM": stats.head_dim, "BITS": bits,
-        "ROW": row_size, "WARPS": tune.warps, "STAGES": tune.stages, "QTYPE": QTYPES[q.dtype], "HB": plan.warp_heads,
-        "HG": plan.group_heads, "QP": plan.columns, "NB": plan.operands,
+        "ROW": row_size, "HB": plan.warp_heads, "HG": plan.group_heads, "QP": plan.columns, "NB": plan.operands,
     }  # fmt: skip
-    return load_kernel("scan/scan.cu", name, defines, device=q.device)
 
 
 def _select_kernel(name: str, sets: int, blocks: int, device: torch.device) -> Kernel:
@@ -177,7 +173,8 @@ def _scan(
     roots = torch.empty(plan.blocks, batch, width, 4, plan.sets, **integers)  # type: ignore[call-overload]
     part = torch.empty(programs + batch * plan.blocks, 8 * plan.sets, **floats)  # type: ignore[call-overload]
     worth: Tensor = torch.empty(batch, width, **floats)  # type: ignore[call-overload]
-    kernel = _scan_kernel(plan, "weigh_queries", q, stats, bits, row_size, Tuning(1, 1))  # not of its concern
+    macros = _sketch_macros(plan, q, stats, bits, row_size)
+    kernel = load_kernel("scan/weigh.cu", "weigh_queries", {**macros, "QTYPE": QTYPES[q.dtype]}, device=device)
     kernel(
         (heads, batch, 1),
         1024,
@@ -185,7 +182,8 @@ def _scan(
          0 if histogram is None else histogram.numel(), scaling / math.log(2), q.stride(0), q.stride(1), width],
         overlap=tune.overlap,
     )  # fmt: skip
-    kernel = _scan_kernel(plan, "scan_rows", q, stats, bits, row_size, tune)
+    macros |= {"WARPS": tune.warps, "STAGES": tune.stages}
+    kernel = load_kernel("scan/scan.cu", "scan_rows", macros, device=device)
     kernel(
         (programs, 1, 1),
         32 * tune.warps,
@@ -244,9 +242,9 @@ def scan_and_select(
     if plan is None:
         worth = scan_rows(q, codes, scales, table, count, stats, scaling, bits, tuning)
         return select_top(worth, table, count, budget, wanted, tuning, q.shape[1])
-    (batch, width), base = table.shape, lowest_bin(q.shape[1], budget)
+    base = lowest_bin(q.shape[1], budget)
     table, count = table.contiguous(), count.contiguous()
-    histogram = torch.empty(batch, BINS, dtype=torch.int32, device=q.device)
+    histogram = torch.empty(len(table), BINS, dtype=torch.int32, device=q.device)
     worth = _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, histogram, base)
     return _choose(worth, table, count, budget, wanted, histogram, base, tune)
 

@@ -1,0 +1,75 @@
+// Scoring sketches on the matrix units of Hopper and later: what weigh.cu and scan.cu share.
+//
+// A 32-bit word of a sketch holds twelve codes: of two 16-bit halves each two of four bits and four of two bits. A mask
+// takes the same field out of both halves, and the result, read as two float16, is field * place * 2^-24: subnormals,
+// which mma.sync multiplies exactly. So two masks, a shift and four more unpack twelve codes; place and step are in the
+// query's weights, the codes' midpoints in what the accumulators start from.
+//
+// A tile is 8 rows. Lane 4 g + t has row g in both halves of the m = 16 rows of an operand: token j as row g, token
+// j + 1 as row g + 8. So all tokens of a row meet in one lane and nothing is shuffled. The n = 8 columns are the query
+// heads of a KV head, or of several where they are few (HG).
+//
+// Names: g row of a tile, t lane of a quad (columns 2 t, 2 t + 1), n column, b sequence. Logarithms are to base 2.
+//
+// Macros: HEADS, QUERIES (a KV head), HEAD_DIM, BITS, ROW (tokens a row, a multiple of 4), and how heads are shared out:
+// HB heads a warp, HG heads an accumulator, QP columns a head, NB accumulators a head (more than one where it has more
+// than eight query heads).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+constexpr int I = HEAD_DIM * BITS / 128;           // words of a token and head in a lane
+constexpr int PAIRS = HEAD_DIM * BITS / 16;        // byte pairs of a token and head
+constexpr int C = 6 * PAIRS;                       // coordinates that have codes
+constexpr int NQ = 8 * NB;                         // columns of a head's accumulators
+constexpr int G = HB / HG;
+constexpr int SETS = G * NB;                       // accumulators, and words of results a lane and row
+constexpr int PC = SETS * 8;                       // columns of a warp's heads
+constexpr int BLOCKS = HEADS / HB;                 // warps' shares of the heads
+constexpr int FRAG = 6 * I;                        // registers of weights a head and operand
+constexpr int TOKEN = 16 * I;                      // bytes of a token and head
+
+// ---- instructions ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- scores ------------------------------------------------------------------------------------------------------
+
+// Adds the products of the words of two tokens (rows g and g + 8 of the operand) with one head's weights.
+__device__ __forceinline__ void add_products(float (&acc)[NB][4], u32 a, u32 b, const u32 (&weight)[NB][FRAG], int i) {
+  const u32 a8 = a >> 8, b8 = b >> 8;
+  const u32 fa[6] = {a & 0x000F000Fu, a & 0x00F000F0u, a8 & 0x00030003u, a8 & 0x000C000Cu, a8 & 0x00300030u, a8 & 0x00C000C0u};
+  const u32 fb[6] = {b & 0x000F000Fu, b & 0x00F000F0u, b8 & 0x00030003u, b8 & 0x000C000Cu, b8 & 0x00300030u, b8 & 0x00C000C0u};
+#pragma unroll
+  for (int p = 0; p < 6; p += 2)
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb)
+      multiply(acc[nb], fa[p], fb[p], fa[p + 1], fb[p + 1], weight[nb][i * 6 + p], weight[nb][i * 6 + p + 1]);
+}
+
+// 2^24 times the root mean square that byte `j` of `word` stands for: 2^((byte - 128) / 16 + 24).
+__device__ __forceinline__ float decode_scale(u32 word, int j) {
+  const float x = __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 + j));  // 2^23 + byte
+  return exp2_fast(__fmaf_rn(x, 0.0625f, 16.f - 524288.f));
+}
+
+__device__ __forceinline__ int clamp_count(const int* count, int b, int max_rows) {
+  const int c = count[b];
+  return c < 0 ? 0 : c < max_rows ? c : max_rows;
+}

@@ -16,7 +16,7 @@ from hisparse.ops.decode import DecodeResult
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = {
     "HEADS": 4, "QUERIES": 8, "DIM": 128, "GROUP": 64, "K_BITS": 5, "V_BITS": 5, "SPLIT": 1, "BF16": 1, "KEPT_P": 8,
-    "ROWS_P": 4, "TILES": 3, "STAGES": 6, "BLOCKS": 1, "MASS": 0, "CHUNK": 256,
+    "ROWS_P": 4, "TILES": 3, "STAGES": 6, "BLOCKS": 1, "MASS": 0, "CHUNK": 256, "MULTIPLY": 0,
 }  # fmt: skip
 
 

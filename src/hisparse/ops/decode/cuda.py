@@ -28,11 +28,12 @@ SHARED = 227 * 1024
 @dataclass(frozen=True)
 class Tuning:
     """tiles: tiles of 16 tokens that a stage holds, each attended to by one warp a KV head; stages: depth of the copy
-    pipeline; blocks: blocks a multiprocessor."""
+    pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift."""
 
     tiles: int
     stages: int
     blocks: int = 1
+    multiply: int = 0
 
 
 def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:
@@ -115,6 +116,7 @@ def _kernel(
         "BLOCKS": tune.blocks,
         "MASS": int(mass),
         "CHUNK": CHUNK,
+        "MULTIPLY": tune.multiply,
     }
     return load_kernel("decode/decode.cu", "decode", defines, device=torch.device("cuda", index))
 
@@ -184,7 +186,7 @@ def decode_attention(
         [
             q, dense_k, dense_v, dense_len, *arguments, stats.order, stats.k_mean, stats.k_scale, stats.v_mean,
             stats.v_scale, part, part_lse, float(scaling), n_dense, *widths, q.stride(0), q.stride(1),
-            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2),
+            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24,
         ],
         shared=max(
             tune.stages * stage,

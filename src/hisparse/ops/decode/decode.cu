@@ -4,7 +4,7 @@
 // a step; 64 or a multiple), K_BITS, V_BITS (4 or 5), SPLIT (1: five-bit K is split in six and four bits), BF16 (dtype of
 // q and the dense slots; 0: float16), KEPT_P and ROWS_P (tokens a page; of a kind that is absent, any), TILES (tiles of
 // 16 tokens a stage), STAGES, BLOCKS (blocks a multiprocessor), MASS (1: write each page's log-sum-exp), CHUNK (dense
-// slots a block).
+// slots a block), MULTIPLY (1: shift by multiplication).
 //
 // A block walks through a share of one sequence's pages. Whole pages are copied into shared memory, stage by stage (bulk
 // copies that complete on a barrier); HEADS * TILES warps each take one KV head of 16 tokens of a stage, and the last to
@@ -274,7 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
            const int* kept_table, const int* kept_count, float* kept_mass, const u8* rows, const int* rows_table,
            const int* rows_count, float* rows_mass, const i64* order, const float* k_mean, const float* k_scale,
            const float* v_mean, const float* v_scale, float* part, float* part_lse, float scaling, int n_dense,
-           int kept_width, int rows_width, int q_batch, int q_head, int dense_batch, int dense_head, int dense_token) {
+           int kept_width, int rows_width, int q_batch, int q_head, int dense_batch, int dense_head, int dense_token,
+           u32 eighth) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ u64 barriers[STAGES];
     __shared__ u32 counters[STAGES];
@@ -337,6 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
     const int head = warp % HEADS, tile = warp / HEADS;
     State s;
+    s.eighth = eighth;
     prepare(s, weights + head * QUERIES * DIM, means + head * QUERIES);
     __syncthreads();
     if (warp == 0 && STAGES - 1 < work.all) {

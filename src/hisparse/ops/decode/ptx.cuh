@@ -81,6 +81,15 @@ __device__ inline u32 times(u32 x, int exponent) {  // both halves times 2^expon
     asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor << 16 | factor));
     return y;
 }
+// x >> 8. `eighth` is 2^24, which the compiler does not know: with MULTIPLY the multipliers shift, and leave the units that
+// mask their time.
+__device__ inline u32 down8(u32 x, u32 eighth) {
+#if MULTIPLY
+    return __umulhi(x, eighth);
+#else
+    return x >> 8;
+#endif
+}
 __device__ inline float exp2_(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

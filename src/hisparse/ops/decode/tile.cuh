@@ -40,6 +40,7 @@ struct State {
     float zero[GROUPS][2];  // sum of weight * middle of the page - rounded weight * step * middle code
     float out[CHUNKS][2][4];             // sum of rounded weight * step * code
     float unit;                          // 2^24 / scale of q
+    u32 eighth;                          // 2^24
 };
 
 struct Masses {
@@ -110,7 +111,7 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
             const u32(&b)[2][2] = s.weights[part][j];
             const u32 x = keys[part][0][j], y = keys[part][1][j];
             product(c, x & 0x000F000Fu, y & 0x000F000Fu, x & 0x00F000F0u, y & 0x00F000F0u, b[0][0], b[0][1]);
-            const u32 x8 = x >> 8, y8 = y >> 8;
+            const u32 x8 = down8(x, s.eighth), y8 = down8(y, s.eighth);
             product(c, x8 & 0x000F000Fu, y8 & 0x000F000Fu, x8 & 0x00F000F0u, y8 & 0x00F000F0u, b[1][0], b[1][1]);
             if (K_BITS == 5) {
                 const int turn = DIM == 256 ? 2 * part : 4 * part;
@@ -167,16 +168,18 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
     auto weigh = [&]() {
         largest = 0.f;
 #pragma unroll
-        for (int r = 0; r < 2; r++)
+        for (int r = 0; r < 2; r++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 p[r][i] = exp2_(score[r][i]);
 #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    scaled[group][r][i] = p[r][i] * step[r][group];
-                    largest = fmaxf(largest, scaled[group][r][i]);
-                }
+                for (int group = 0; group < GROUPS; group++) scaled[group][r][i] = p[r][i] * step[r][group];
             }
+            float widest = step[r][0];
+#pragma unroll
+            for (int group = 1; group < GROUPS; group++) widest = fmaxf(widest, step[r][group]);
+            largest = fmaxf(largest, fmaxf(p[r][0], p[r][1]) * widest);
+        }
     };
     weigh();
     if (__any_sync(ALL, !(largest <= ROOM))) {  // rare: the reference moves up to the largest weight * step seen
@@ -270,12 +273,12 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         const u32(&q)[2] = b[c * 32 / GROUP];
-        const u32 x = w[0][c], y = w[1][c], x8 = x >> 8, y8 = y >> 8;
+        const u32 x = w[0][c], y = w[1][c], x8 = down8(x, s.eighth), y8 = down8(y, s.eighth);
         product(s.out[c][0], x & 0x000F000Fu, x8 & 0x000F000Fu, y & 0x000F000Fu, y8 & 0x000F000Fu, q[0], q[1]);
         product(s.out[c][1], x & 0x00F000F0u, x8 & 0x00F000F0u, y & 0x00F000F0u, y8 & 0x00F000F0u, q[0], q[1]);
         if (V_BITS == 5) {
             const int turn = DIM == 64 ? 4 * c : DIM == 128 ? 2 * c : 2 * (c >> 1), k = DIM == 256 ? c & 1 : 0;
-            const u32 ex = e[0][k], ey = e[1][k], ex8 = ex >> 8, ey8 = ey >> 8;
+            const u32 ex = e[0][k], ey = e[1][k], ex8 = down8(ex, s.eighth), ey8 = down8(ey, s.eighth);
             const u32 low = 0x00010001u << turn, high = 0x00020002u << turn;
             product(s.out[c][0], ex & low, ex8 & low, ey & low, ey8 & low, times(q[0], 4 - turn), times(q[1], 4 - turn));
             product(s.out[c][1], ex & high, ex8 & high, ey & high, ey8 & high, times(q[0], 7 - turn),

@@ -97,6 +97,32 @@ def test_triton_reads_raw_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, run_triton(case, monkeypatch, page_mass=True), page_mass=True)
 
 
+def spread(case: Any) -> Any:
+    """The same pages as views into wider rows, with NaN between them."""
+    for name in ("kept", "recalled"):
+        pages = getattr(case, name)
+        wide = torch.full((pages.pool.shape[0], pages.pool.shape[1] + 48), 0xFF, dtype=torch.uint8)
+        wide[:, 16 : 16 + pages.pool.shape[1]] = pages.pool
+        setattr(case, name, Pages(wide[:, 16 : 16 + pages.pool.shape[1]], pages.table, pages.count, pages.fmt))
+    return case
+
+
+@needs_triton
+@pytest.mark.parametrize("raw", [False, True])
+def test_triton_reads_pages_inside_wider_rows(raw: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = spread(make_case(torch.bfloat16, heads=1, raw=raw, counts=(3, 1), rows=(2, 0), lengths=(0, 3)))
+    check(case, decode_attention(*case.arguments()))
+    check(case, run_triton(case, monkeypatch))
+
+
+def test_pages_between_alignments_are_refused() -> None:
+    case = make_case()
+    wide = torch.zeros(5, case.kept.fmt.page_bytes + 8, dtype=torch.uint8)
+    case.kept = Pages(wide[:, 8:], case.kept.table, case.kept.count, case.kept.fmt)
+    with pytest.raises(FormatError, match="multiples of 16"):
+        decode_attention(*case.arguments())
+
+
 @needs_triton
 def test_triton_cut_into_many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(heads=1, queries=2, counts=(70, 1), rows=None, lengths=(0, 3), split="rope")

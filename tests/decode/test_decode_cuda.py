@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from decode_oracle import check, make_case
-from test_decode_attention import _on_device
+from test_decode_attention import _on_device, spread
 
 from hisparse.ops import _cuda
 from hisparse.ops.decode import DecodeResult
@@ -82,6 +82,14 @@ def test_at_every_width(bits, monkeypatch):  # type: ignore[no-untyped-def]
             torch.bfloat16, 2, 5, dim, 8, bits=bits, split="rope", group=64, counts=(30,), rows=None, lengths=(300,)
         )
         check(case, run_cuda(case, monkeypatch))
+
+
+@needs_gpu
+def test_pages_inside_wider_rows(monkeypatch):  # type: ignore[no-untyped-def]
+    case = make_case(torch.bfloat16, 2, 4, 128, 8, split="rope", counts=(50, 3), rows=(9, 0), lengths=(5, 1))
+    want = copy.copy(case)
+    result = run_cuda(spread(case), monkeypatch)
+    check(want, result)
 
 
 @needs_gpu

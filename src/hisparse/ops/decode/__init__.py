@@ -93,6 +93,13 @@ def _check(
                 f"decode_attention: {name}.pool is {pages.pool.dtype} {list(pages.pool.shape)}; "
                 f"its format has uint8 [n, {fmt.page_bytes}]"
             )
+        if pages.pool.shape[0] and (
+            pages.pool.stride(1) != 1 or pages.pool.stride(0) % 16 or pages.pool.data_ptr() % 16
+        ):
+            raise FormatError(
+                f"decode_attention: {name}.pool has strides {pages.pool.stride()} and starts at byte "
+                f"{pages.pool.data_ptr() % 16} of 16; pages must be whole rows that start at multiples of 16 bytes"
+            )
         if (fmt.heads, fmt.head_dim) != (heads, dim):
             raise FormatError(
                 f"decode_attention: {name} pages are of {fmt.heads} heads x {fmt.head_dim}, "

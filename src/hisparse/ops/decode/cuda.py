@@ -168,17 +168,20 @@ def decode_attention(
     masses: list[Tensor | None] = []
     arguments: list[Tensor | None] = []
     widths: list[int] = []
+    strides: list[int] = []
     for pages in parts:
         if pages is None:
             masses.append(None)
             arguments += [None] * 4
             widths.append(0)
+            strides.append(0)
             continue
         width = pages.table.shape[1]
         mass = q.new_empty(batch, q_heads, width, dtype=torch.float32) if page_mass else None
         masses.append(mass)
         arguments += [pages.pool, pages.table.contiguous(), pages.count, mass]
         widths.append(width)
+        strides.append(pages.pool.stride(0))
     stage = _stage(fmt, tune.tiles, sizes)
     kernel(
         (n_dense + n_share, batch, 1),
@@ -186,7 +189,7 @@ def decode_attention(
         [
             q, dense_k, dense_v, dense_len, *arguments, stats.order, stats.k_mean, stats.k_scale, stats.v_mean,
             stats.v_scale, part, part_lse, float(scaling), n_dense, *widths, q.stride(0), q.stride(1),
-            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24,
+            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24, *strides,
         ],
         shared=max(
             tune.stages * stage,

@@ -24,6 +24,7 @@ struct Work {
     const u8* pools[2];
     const int* tables[2];  // from the block's first page on
     int counts[2];         // pages of the sequence from there on
+    int strides[2];        // bytes from page to page
     int kept, all;         // units
     int ids[RING][32];     // pages of unit n, at n % RING: read by one warp a unit ahead of the warp that needs them
 
@@ -44,7 +45,8 @@ struct Work {
         const int bytes = second ? Page<ROWS_P>::bytes : Page<KEPT_P>::bytes;
         if (lane == 0) barrier_expect(full + 8 * stage, per * bytes);
         __syncwarp();
-        if (lane < per) bulk_copy(stages + stage * STAGE + lane * bytes, pools[second] + (i64)id * bytes, bytes, full + 8 * stage);
+        if (lane < per) bulk_copy(stages + stage * STAGE + lane * bytes, pools[second] + (i64)id * strides[second], bytes,
+                                  full + 8 * stage);
     }
 };
 
@@ -275,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
            const int* rows_count, float* rows_mass, const i64* order, const float* k_mean, const float* k_scale,
            const float* v_mean, const float* v_scale, float* part, float* part_lse, float scaling, int n_dense,
            int kept_width, int rows_width, int q_batch, int q_head, int dense_batch, int dense_head, int dense_token,
-           u32 eighth) {
+           u32 eighth, int kept_stride, int rows_stride) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ u64 barriers[STAGES];
     __shared__ u32 counters[STAGES];
@@ -312,6 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const u32 stages = opaque(shared_address(shared)), full = opaque(shared_address(barriers));
     if (threadIdx.x == 0) {
         work.pools[0] = kept, work.pools[1] = rows;
+        work.strides[0] = kept_stride, work.strides[1] = rows_stride;
         work.tables[0] = kept_table + (i64)batch * kept_width + kept_first;
         work.tables[1] = rows_table + (i64)batch * rows_width + rows_first;
         work.counts[0] = n_kept - kept_first, work.counts[1] = n_rows - rows_first;

@@ -140,13 +140,13 @@ def _field(field: Fields, split: str | None, of_keys: bool) -> list[int]:
     return [field.bits, _mode(field.bits, split, of_keys), field.nibbles, field.extra, field.scales]
 
 
-def _format(fmt: PageFormat, split: str | None) -> tuple[int, ...]:
-    """What the kernel must know of a format: (tokens, page bytes, group, 0, five numbers of K, five of V); for a raw
-    one (tokens, page elements, 0, offset of V in elements)."""
+def _format(fmt: PageFormat, stride: int, split: str | None) -> tuple[int, ...]:
+    """What the kernel must know of a format: (tokens, bytes from page to page, group, 0, five numbers of K, five of V);
+    for a raw one (tokens, elements from page to page, 0, offset of V in elements)."""
     if fmt.raw_dtype is not None:
         size = fmt.raw_dtype.itemsize
-        return fmt.tokens, fmt.page_bytes // size, 0, fmt.raw_v_offset // size
-    return (fmt.tokens, fmt.page_bytes, fmt.group, 0, *_field(fmt.k, split, True), *_field(fmt.v, split, False))
+        return fmt.tokens, stride // size, 0, fmt.raw_v_offset // size
+    return (fmt.tokens, stride, fmt.group, 0, *_field(fmt.k, split, True), *_field(fmt.v, split, False))
 
 
 NO_PAGES = (0, 0, 0, 0)
@@ -224,7 +224,7 @@ def decode_attention(
             masses.append(None)
             continue
         check_format(pages.fmt)
-        formats.append(_format(pages.fmt, split))
+        formats.append(_format(pages.fmt, pages.pool.stride(0), split))
         blocks.append(max(tune.block, pages.fmt.tokens) if page_mass else tune.block)
         width = pages.table.shape[1]
         totals.append(width * pages.fmt.tokens)

@@ -14,8 +14,9 @@ from hisparse.vtq.format import PageFormat
 class Pages:
     """Packed tokens of a batch of sequences, one layer.
 
-    pool: uint8 [n_pages, fmt.page_bytes]; table: int32 [B, max_pages], ids of each sequence's pages; count: int32 [B],
-    how many of its table's first entries are in use, each a full page. What lies beyond is never read."""
+    pool: uint8 [n_pages, fmt.page_bytes], rows a multiple of 16 bytes apart (a view into wider rows will do); table:
+    int32 [B, max_pages], ids of each sequence's pages; count: int32 [B], how many of its table's first entries are in
+    use, each a full page. What lies beyond is never read."""
 
     pool: Tensor
     table: Tensor

@@ -251,16 +251,3 @@ def test_recent_rows_are_those_of_the_last_scans(data: st.DataObject) -> None:
         ]
         assert recent.rows.shape == (batch, 12)
         assert [recent.rows[b, : recent.number[b]].tolist() for b in range(batch)] == want
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=3), st.data())
-def test_all_rows_of_a_hot_buffer(sizes: list[int], data: st.DataObject) -> None:
-    hot = HotBuffer.empty(tuple(sizes), 16, 300, CPU)
-    used = data.draw(st.lists(st.integers(0, sum(sizes) - 1), unique=True))
-    hot.owner[used] = torch.arange(len(used), dtype=torch.int32)
-    table, number = hot.held()
-    ends = np.cumsum([0, *sizes])
-    for b in range(len(sizes)):
-        assert table[b, : number[b]].tolist() == sorted(slot for slot in used if ends[b] <= slot < ends[b + 1])
-    assert table.shape[1] == rounded(max(sizes))

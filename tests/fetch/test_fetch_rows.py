@@ -131,7 +131,9 @@ def test_rows_of_any_size_move_both_ways(backend: ModuleType, row_bytes: int, pe
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_rows_take_several_tiles(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "TILE", 128)
+    monkeypatch.setattr(triton, "ENTRIES", 128)
+    monkeypatch.setattr(triton, "SLOTS", 128)
+    monkeypatch.setattr(triton, "MOVERS", 7)
     source, bytes_ = host_of(2000, 16, 512)
     hot, model = HotBuffer.empty((700,), 16, 2000, DEVICE), Model(0, 700)
     make = torch.Generator().manual_seed(3)
@@ -140,6 +142,21 @@ def test_many_rows_take_several_tiles(backend: ModuleType, monkeypatch: pytest.M
         table = backend.fetch_rows(hot, source, chosen.int()[None].to(DEVICE), ints([333]))
         assert table[0].tolist() == model.step(chosen.tolist())
         assert torch.equal(hot.buffer[table[0].long()].cpu(), bytes_[chosen])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=3), st.data())
+def test_all_rows_of_a_buffer(backend: ModuleType, sizes: list[int], data: st.DataObject) -> None:
+    hot = HotBuffer.empty(tuple(sizes), 16, 1000, DEVICE)
+    used = data.draw(st.lists(st.integers(0, sum(sizes) - 1), unique=True))
+    hot.owner[used] = torch.arange(len(used), dtype=torch.int32, device=DEVICE)
+    table, number = backend.held_rows(hot, 320)
+    start = 0
+    for b, size in enumerate(sizes):
+        want = sorted(slot for slot in used if start <= slot < start + size)
+        assert table[b, : number[b]].tolist() == want
+        start += size
 
 
 def test_what_a_buffer_holds_stays_while_rows_are_added() -> None:

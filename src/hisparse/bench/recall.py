@@ -18,7 +18,7 @@ from hisparse.bench.measure import check, dense_decode_ms, graph_ms
 from hisparse.bench.past import Past
 from hisparse.bench.results import make_row
 from hisparse.bench.shapes import SHAPES
-from hisparse.cache.decode import RecallRows, bring_rows, choose_rows, recall_step
+from hisparse.cache.decode import RecallRows, bring_rows, choose_rows, held_pages, recall_step
 from hisparse.ops.decode import Pages, decode_attention
 from hisparse.ops.fetch import HotBuffer
 from hisparse.ops.scan import Chosen
@@ -170,6 +170,8 @@ def run(
         bandwidth_fraction=round(size / ms * 1e3 / read, 4), error=error, rows=past.budget, hot_rows=past.hot_rows,
         hit_rate=round(found / (found + missed), 4), host_bytes=round(missed_bytes),
         repeats_next=round(steps.repeats(8), 3), repeats_16=round(steps.repeats(4, 16), 3),
+        between_scans_ms=round(between, 4), list_held_ms=round(listed, 4), held_rows=int(held.count[0]),
+        **{f"scan_every_{n}_ms": round((ms + listed + (n - 1) * between) / n, 4) for n in (2, 4)},
         scan_select_ms=round(scan, 4), attend_ms=round(attend, 4), all_rows_ms=round(fresh, 4),
         all_rows_of_pinned=round(past.budget * past.row_format.page_bytes / fresh * 1e3 / pinned, 3),
     )  # fmt: skip

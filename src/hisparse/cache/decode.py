@@ -18,7 +18,7 @@ from hisparse.cache.geometry import Geometry, rounded
 from hisparse.cache.pools import HostPool
 from hisparse.cache.tables import Packing, Step, Tables
 from hisparse.ops.decode import DecodeResult, Pages, decode_attention
-from hisparse.ops.fetch import HostRows, HotBuffer, fetch_rows, gather_rows
+from hisparse.ops.fetch import HostRows, HotBuffer, fetch_rows, gather_rows, held_rows
 from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.sketch import build_sketch
 from hisparse.vtq.format import PageFormat
@@ -96,6 +96,12 @@ def bring_rows(rows: RecallRows, chosen: Chosen, most: Sequence[int] | None = No
     batch, budget = chosen.rows.shape
     table = torch.arange(batch * budget, dtype=torch.int32, device=chosen.rows.device).view(batch, budget)
     return Pages(gather_rows(rows.pool, chosen.rows, chosen.number), table, chosen.number, rows.fmt)
+
+
+def held_pages(rows: RecallRows) -> Pages:
+    """Pages of all that the hot buffer holds, for the steps between two scans; valid until the next `bring_rows`."""
+    assert rows.hot is not None
+    return Pages(rows.hot.buffer, *held_rows(rows.hot), rows.fmt)
 
 
 def add_recent(chosen: Chosen, recent: Chosen | None, limit: Tensor, room: int, capacity: int) -> Chosen:
@@ -212,7 +218,7 @@ class BatchedDecode:
                 if self.filled is not rows.hot.buffer:  # a new one, of another size
                     bring_rows(rows, chosen, self.most)
                     self.filled = rows.hot.buffer
-                self.held = Pages(rows.hot.buffer, *rows.hot.held(), rows.fmt)
+                self.held = held_pages(rows)
             pages = self.held
         self.repeated += pages.count
         return pages

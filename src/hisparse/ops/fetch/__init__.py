@@ -7,8 +7,8 @@ graph.
 
 Replacement is least recently used, told apart up to AGES steps. Neighbouring steps share most of their rows, and a row
 comes back after a pause as well; of the orders that need no list on the device, the time of the last use keeps such
-rows longest. The victims are found in two passes over a sequence's stamps (24 KB at 1M tokens) with a histogram of ages
-in between: nothing is sorted. Ties go to the lower slot, so that the same calls give the same slots.
+rows longest. Which age makes room for all missing rows is found by counting slots, three ages a round: nothing is
+sorted. Ties go to the lower slot, so that the same calls give the same slots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hisparse.errors import FormatError
 from hisparse.ops._dispatch import select_backend
 from hisparse.ops.fetch.types import AGES, HostRows, HotBuffer
 
-__all__ = ["AGES", "HostRows", "HotBuffer", "fetch_rows", "forget_rows", "gather_rows", "store_rows"]
+__all__ = ["AGES", "HostRows", "HotBuffer", "fetch_rows", "forget_rows", "gather_rows", "held_rows", "store_rows"]
 
 
 def fetch_rows(
@@ -55,6 +55,17 @@ def fetch_rows(
             )
     table: Tensor = select_backend("fetch", rows.device).fetch_rows(hot, source, rows, number)
     return table
+
+
+def held_rows(hot: HotBuffer) -> tuple[Tensor, Tensor]:
+    """All rows in the buffer: slots int32 [B, width] of each sequence, and their number int32 [B].
+
+    What lies beyond the number is undefined; `width` follows from the buffer's sizes. Valid until the next
+    `fetch_rows`.
+    """
+    width = -(-max(hot.sizes) // 64) * 64
+    held: tuple[Tensor, Tensor] = select_backend("fetch", hot.owner.device).held_rows(hot, width)
+    return held
 
 
 def gather_rows(source: HostRows, rows: Tensor, number: Tensor | None = None) -> Tensor:

@@ -49,6 +49,19 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -
     return table
 
 
+def held_rows(hot: HotBuffer, width: int) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.ops.fetch.held_rows`."""
+    table = torch.zeros(len(hot.sizes), width, dtype=torch.int32, device=hot.owner.device)
+    count = torch.zeros(len(hot.sizes), dtype=torch.int32, device=hot.owner.device)
+    start = 0
+    for i, size in enumerate(hot.sizes):
+        slots = start + (hot.owner[start : start + size] >= 0).nonzero().flatten()
+        table[i, : len(slots)] = slots.int()
+        count[i] = len(slots)
+        start += size
+    return table, count
+
+
 def gather_rows(source: HostRows, rows: Tensor, number: Tensor | None) -> Tensor:
     """See :func:`hisparse.ops.fetch.gather_rows`."""
     out = torch.empty(rows.numel(), source.row_bytes, dtype=torch.uint8, device=rows.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 AGES = 64
-"""Steps by which the last use of two slots is told apart; slots unused for longer are alike."""
+"""Steps by which the last use of two slots is told apart, a power of four; slots unused for longer are alike."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,6 @@ class HotBuffer:
         return HotBuffer(
             self.buffer, self.owner, self.stamp, slot_of, self.first, self.clock, self.counters, self.sizes
         )
-
-    def held(self) -> tuple[Tensor, Tensor]:
-        """All rows in the buffer: slots int32 [B, width] of each sequence, and their number int32 [B]. `width` is that
-        of the largest part."""
-        width = -(-max(self.sizes) // 64) * 64
-        slot = self.first[:-1, None] + torch.arange(width, dtype=torch.int32, device=self.first.device)
-        used = (slot < self.first[1:, None]) & (self.owner[slot.clamp_max(len(self.owner) - 1).long()] >= 0)
-        place = torch.where(used, used.cumsum(1) - 1, width)
-        table = slot.new_zeros(len(self.sizes), width + 1).scatter_(1, place, slot)[:, :width].contiguous()
-        return table, used.sum(1, dtype=torch.int32)
 
     @property
     def nbytes(self) -> int:

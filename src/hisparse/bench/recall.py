@@ -158,6 +158,10 @@ def run(
     assert rose is not None
     found, missed = rose[0].tolist()
     missed_bytes = missed / (found + missed) * past.budget * past.row_format.page_bytes
+    # Between scans a step attends to all that the hot buffer holds; the first of them lists it.
+    held = held_pages(steps.rows[True])
+    listed = graph_ms([lambda: held_pages(steps.rows[True])])
+    between = graph_ms([lambda: steps.attend(steps.queries[0], held)])
     scan, _ = replay_ms(steps.choose, steps.queries, WARM)
     chosen = steps.choose(steps.queries[0])
     fresh = graph_ms([lambda: bring_rows(steps.rows[False], chosen)])

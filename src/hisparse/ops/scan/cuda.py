@@ -39,7 +39,7 @@ class Tuning:
     """
 
     warps: int = 12
-    stages: int = 3
+    stages: int = 2
     overlap: bool = True
 
 
@@ -165,7 +165,10 @@ def _scan(
         q = q.contiguous()
     codes, scales, table, count = codes.contiguous(), scales.contiguous(), table.contiguous(), count.contiguous()
     device, columns = q.device, 8 * plan.operands
-    programs = min(multiprocessors(device.index or 0), batch * plan.blocks * -(-width // 8))
+    # The programs that weigh keep their multiprocessors for themselves while the scan's first rows are on their way.
+    processors = multiprocessors(device.index or 0)
+    free = processors - batch * heads if tune.overlap and batch * heads <= processors // 8 else processors
+    programs = min(free, batch * plan.blocks * -(-width // 8))
     integers, floats = {"dtype": torch.int32, "device": device}, {"dtype": torch.float32, "device": device}
     weights = torch.empty(batch, heads, plan.operands, 32, 6 * plan.words, **integers)  # type: ignore[call-overload]
     middle, top = torch.empty(2, batch, heads, columns, **floats).unbind()  # type: ignore[call-overload]

@@ -26,9 +26,18 @@ __device__ __forceinline__ u32 pack_bfloat(float low, float high) {
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// For what is read once: the roots that the scan writes should stay in the L2 cache, not the sketches.
+__device__ __forceinline__ u64 read_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // `size` bytes of 16 from global to shared memory, the rest zeros.
-__device__ __forceinline__ void copy16(u32 to, const void* from, int size) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+__device__ __forceinline__ void copy16(u32 to, const void* from, int size, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(size),
+               "l"(policy)
+               : "memory");
 }
 
 __device__ __forceinline__ void copy4(u32 to, const void* from, int size) {
@@ -56,8 +65,8 @@ __device__ __forceinline__ void read_shared(u32 (&w)[N], u32 at) {
 
 // ---- the scan ----------------------------------------------------------------------------------------------------
 
-// First of the tiles of part `i` of `n` equal parts of `total`.
-__device__ __forceinline__ int share_start(int i, int n, int total) { return (int)((i64)i * total / n); }
+// First of the tiles of part `i` of `n` parts of `total`; the first parts are one tile longer where it does not divide.
+__device__ __forceinline__ int share_start(int i, int n, int total) { return i * (total / n) + min(i, total % n); }
 
 // Tiles of all sequences and head blocks; finds the sequence that has tile `at` of them.
 struct Place {
@@ -114,7 +123,7 @@ __device__ __forceinline__ Ids read_ids(const int* table, int tile, int n_rows, 
 }
 
 // Requests 8 rows' bytes of a warp's heads; of rows that are not there, zeros.
-__device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, const u8* scales, int lane) {
+__device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, const u8* scales, int lane, u64 policy) {
   constexpr int PIECES = BODY / 16;
   const int piece = lane & 7;
 #pragma unroll
@@ -127,7 +136,7 @@ __device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, con
     const u32 to = stage + at * STRIDE + piece * 16;
 #pragma unroll
     for (int p = 0; p < PIECES; p += 8)
-      if (PIECES % 8 == 0 || p + piece < PIECES) copy16(to + p * 16, from + p * 16, there ? 16 : 0);
+      if (PIECES % 8 == 0 || p + piece < PIECES) copy16(to + p * 16, from + p * 16, there ? 16 : 0, policy);
     const u8* mark = scales + row * (HEADS * ROW) + piece * 4;
     const u32 mark_to = stage + 8 * STRIDE + at * MARKS + piece * 4;
 #pragma unroll
@@ -155,6 +164,7 @@ scan_rows(const u32* frag, const float* middle, const float* top, const u8* code
   int at = share_start(blockIdx.x, programs, all);
   const int stop = share_start(blockIdx.x + 1, programs, all);
   const u32 own = shared_address(ring) + warp * (STAGES * STAGE);
+  const u64 policy = read_once();
 
   while (at < stop) {
     const Place place = find_place(count, batch, max_rows, at, lane);
@@ -171,7 +181,7 @@ scan_rows(const u32* frag, const float* middle, const float* top, const u8* code
     for (int s = 0; s < STAGES; ++s) ids[s] = read_ids(rows, first + s * WARPS, n_rows, lane);
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) {
-      if (first + s * WARPS < end) request(own + s * STAGE, ids[s], p_codes, p_scales, lane);
+      if (first + s * WARPS < end) request(own + s * STAGE, ids[s], p_codes, p_scales, lane, policy);
       commit_copies();
     }
     Ids next = read_ids(rows, first + STAGES * WARPS, n_rows, lane);
@@ -260,7 +270,7 @@ scan_rows(const u32* frag, const float* middle, const float* top, const u8* code
         }
       }
       __syncwarp();
-      if (tile + STAGES * WARPS < end) request(stage, next, p_codes, p_scales, lane);
+      if (tile + STAGES * WARPS < end) request(stage, next, p_codes, p_scales, lane, policy);
       commit_copies();
       next = read_ids(rows, tile + (STAGES + 1) * WARPS, n_rows, lane);
       stage = stage + STAGE == own + STAGES * STAGE ? own : stage + STAGE;

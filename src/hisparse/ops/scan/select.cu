@@ -30,7 +30,7 @@ __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.laun
 // For programs of a cluster: a barrier, which also shows each the others' writes; and reading and writing another's
 // shared memory, at the place that `p` has in one's own.
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 __device__ __forceinline__ u32 address_in(const void* p, int rank) {
@@ -69,8 +69,11 @@ __device__ __forceinline__ void add_bins(const int* bins, int* histogram) {
     if (bins[i]) atomicAdd(histogram + i, bins[i]);
 }
 
-// Which of n equal parts of `total` tiles has tile x.
-__device__ __forceinline__ int share_of(int x, int n, int total) { return (int)((((i64)x + 1) * n - 1) / total); }
+// Which of the n parts of `total` tiles has tile x (see share_start in scan.cu).
+__device__ __forceinline__ int share_of(int x, int n, int total) {
+  const int each = total / n, longer = total % n, border = longer * (each + 1);
+  return x < border ? x / (each + 1) : longer + (x - border) / each;
+}
 
 // Grid (max_rows / (128 REACH), B), THREADS threads. worth float32 [B, max_rows], -inf beyond the count; where `histogram`
 // int32 [B, BINS] is given, adds the rows' bins to it. value, part, tiles: as scan.cu leaves them, `programs` its grid.
@@ -120,7 +123,7 @@ sum_rows(const u32* value, const float* part, const int* tiles, const int* count
     const int column = tid % COLUMNS, way = tid / COLUMNS, block = column / PC;
     const int begin = tiles[b] * BLOCKS + block * each, last = share_of(begin + each - 1, n, all);
     float sum = 0.f;
-#pragma unroll 2
+#pragma unroll 8
     for (int c = share_of(begin, n, all) + way; c <= last; c += WAYS)
       sum += part[((i64)c + b * BLOCKS + block) * PC + column % PC];
     s_part[tid] = sum;
@@ -128,6 +131,7 @@ sum_rows(const u32* value, const float* part, const int* tiles, const int* count
   __syncthreads();
   if (tid < COLUMNS) {
     float sum = 0.f;
+#pragma unroll 8
     for (int way = 0; way < WAYS; ++way) sum += s_part[way * COLUMNS + tid];
     s_factor[tid] = sum > 0.f ? rsqrtf(sum) : 0.f;
   }
@@ -283,10 +287,13 @@ choose_rows(const float* worth, const int* table, const int* count, const int* l
   int own[HELD];
   const auto read_keys = [&](int start) {
 #pragma unroll
-    for (int e = 0; e < HELD; ++e) {
-      const int row = first + (start + e) * CHOOSERS;
-      own[e] = start + e < each && row < n_rows ? key_of(worth[row]) : -1;
-    }
+    for (int e0 = 0; e0 < HELD; e0 += 4)
+      if (start + e0 < each)
+#pragma unroll
+        for (int e = e0; e < e0 + 4; ++e) {
+          const int row = first + (start + e) * CHOOSERS;
+          own[e] = start + e < each && row < n_rows ? key_of(worth[row]) : -1;
+        }
   };
   read_keys(0);
   // Thread i has bins BINS - 1 - 2 i and the one below: sums run from the top bin down. One bin reaches what is wanted.
@@ -303,31 +310,35 @@ choose_rows(const float* worth, const int* table, const int* count, const int* l
   const int next = cut >= BINS - 1 ? 0x7FFFFFFF : cut < 0 ? 0 : (cut + base + 1) << SHIFT;
 
   u32 takes = 0, those = 0;  // bit e: own[e] is taken, is a candidate
-  const auto sort_out = [&]() {
+  const auto sort_out = [&](int start) {
     takes = those = 0;
 #pragma unroll
-    for (int e = 0; e < HELD; ++e) {
-      if (own[e] >= least) those |= 1u << e;
-      if (own[e] >= next) takes |= 1u << e;
-    }
+    for (int e0 = 0; e0 < HELD; e0 += 4)
+      if (start + e0 < each)
+#pragma unroll
+        for (int e = e0; e < e0 + 4; ++e) {
+          if (own[e] >= least) those |= 1u << e;
+          if (own[e] >= next) takes |= 1u << e;
+        }
     those &= ~takes;
   };
   int found = 0, found_left = 0;
 #pragma unroll 1
   for (int start = 0; start < each; start += HELD) {
     if (start) read_keys(start);
-    sort_out();
+    sort_out(start);
     found += __popc(takes), found_left += __popc(those);
   }
   int to = sum_before(found, s.scratch), to_left = sum_before(found_left, s.scratch);
   if (tid == CHOOSERS - 1) s.all[0] = to + found, s.all[1] = to_left + found_left;
   sync_cluster();
-#pragma unroll 1
-  for (int other = 0; other < rank; ++other) to += read_in(s.all, other), to_left += read_in(s.all + 1, other);
+  const bool earlier = lane < rank;
+  to += __reduce_add_sync(~0u, earlier ? read_in(s.all, lane) : 0);
+  to_left += __reduce_add_sync(~0u, earlier ? read_in(s.all + 1, lane) : 0);
   const bool few = left <= FEW;
 #pragma unroll 1
   for (int start = 0; start < each; start += HELD) {
-    if (each > HELD) read_keys(start), sort_out();
+    if (each > HELD) read_keys(start), sort_out(start);
     for (; takes; takes &= takes - 1) rows[to++] = table[first + (start + __ffs(takes) - 1) * CHOOSERS];
     for (; those; those &= those - 1) {
       const int row = first + (start + __ffs(those) - 1) * CHOOSERS, x = key_of(worth[row]);

@@ -19,6 +19,7 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
+typedef unsigned long long u64;
 
 constexpr int I = HEAD_DIM * BITS / 128;           // words of a token and head in a lane
 constexpr int PAIRS = HEAD_DIM * BITS / 16;        // byte pairs of a token and head

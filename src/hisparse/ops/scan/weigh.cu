@@ -17,6 +17,9 @@ __device__ __forceinline__ float from_half(u16 x) {
   return y;
 }
 
+// A barrier among the first `threads` of a program.
+__device__ __forceinline__ void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
 // ---- the query's weights -----------------------------------------------------------------------------------------
 
 constexpr int CP = (C + 31) / 32 * 32;
@@ -93,8 +96,8 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
     }
 #pragma unroll 1
     for (int i = (b * HEADS + h) * WEIGHERS + tid; i < n_clear; i += gridDim.y * HEADS * WEIGHERS) clear[i] = 0;
+    sync_first(WEIGHERS);  // the others still wait for the sampled rows
   }
-  __syncthreads();
   if (weighs) {
     float sum[NQ] = {};
 #pragma unroll 1

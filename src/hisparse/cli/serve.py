@@ -17,6 +17,15 @@ from hisparse.errors import InputError, UnsupportedError
 CPU_SHARE = 0.25
 """Share of the free memory that the KV pool takes on a machine without a GPU, where vLLM does not measure it."""
 
+DRAIN = 30
+"""Seconds that requests in progress may take after SIGTERM. With vLLM's default, 0, their clients are left hanging."""
+
+METRICS = {
+    "kv_connector": "HiSparseMetrics",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "hisparse.integrations.vllm.metrics",
+}
+
 
 def serve(
     context: typer.Context,
@@ -84,6 +93,10 @@ def compose(
         additional["hisparse_block_tokens"] = block_tokens
     source, options = _model(model, given)
     command = ["vllm", "serve", source, "--attention-backend", "CUSTOM", "--additional-config", json.dumps(additional)]
+    if not given & {"--kv-transfer-config", "--disable-log-stats"}:
+        command += ["--kv-transfer-config", json.dumps(METRICS)]
+    if "--shutdown-timeout" not in given:
+        command += ["--shutdown-timeout", str(DRAIN)]
     command += options
     if machine["gpus"] > 1 and not given & {"--tensor-parallel-size", "-tp", "--data-parallel-size"}:
         command += ["--tensor-parallel-size", str(_ranks(machine["gpus"], source))]

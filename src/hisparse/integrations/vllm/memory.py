@@ -17,10 +17,15 @@ from hisparse.ops.pack import pack_pages
 from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.select import select_rows
 from hisparse.ops.sketch import build_sketch, score_sketch
+from hisparse.ops.unpack import unpack_pages
 from hisparse.vtq.stats import ChannelStats, estimate_stats
 
 QUERY_TILE = 16
 """Queries of a short chunk that are scored and recalled together: bounds the memory of the gathered rows."""
+
+
+CHECK_EVERY = 1024
+"""Of so many packed pages one is read back and compared."""
 
 
 class LayerMemory:
@@ -58,8 +63,10 @@ class LayerMemory:
             else:
                 rows_in_all = len(blocks) * layout.host_rows
                 self.row_pages, self.pinned = host_pool(rows_in_all, layout.row.page_bytes, blocks.device)
-        self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)
-        self.steps = 0
+        self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)  # rows
+        self.steps = torch.zeros((), dtype=torch.int64, device=blocks.device)  # queries that recalled
+        self.error = torch.zeros((), device=blocks.device)  # relative, of the keys of the page checked last
+        self._packed_pages = 0
 
     # -- dense tokens ----------------------------------------------------------------------------------------------
 
@@ -94,9 +101,18 @@ class LayerMemory:
         if counts.pages:
             at = layout.head_pages if first else 0
             ids = blocks[:, None] * layout.pages_per_block + at + torch.arange(counts.pages, device=blocks.device)
-            self.pages[ids.flatten()] = self._packed(k, v, index[:, split:], counts.pages, layout.page.tokens, True)
+            pages = self._packed(k, v, index[:, split:], counts.pages, layout.page.tokens, True)
+            self.pages[ids.flatten()] = pages
+            if self._packed_pages % CHECK_EVERY < len(pages):
+                self._check(pages[:1], _take(k[:1], index[:1, split : split + layout.page.tokens])[0])
+            self._packed_pages += len(pages)
         if layout.has_rows:
             self._pack_rows(k, v, blocks, index[:, :split], counts)
+
+    def _check(self, page: Tensor, keys: Tensor) -> None:
+        """Note the relative error of a page's keys; keys [P, H, D] as they were."""
+        stored = unpack_pages(page, self.stats, self.layout.page, torch.float32)[0][0]
+        self.error = (stored - keys).norm() / keys.float().norm().clamp_min(1e-12)
 
     def _pack_rows(self, k: Tensor, v: Tensor, blocks: Tensor, index: Tensor, counts: Counts) -> None:
         layout = self.layout

@@ -76,6 +76,7 @@ class Runtime:
         self.full: list[Full] = []
         self._waiting: Metadata | None = None
         self._room: Step | None = None
+        self.packed_tokens = 0
         self._offered: dict[str, Any] = {}
         self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
         reached, target = self.layout.capacity(self.context), self.config.budget.capacity
@@ -124,8 +125,10 @@ class Runtime:
         self.pack_full()
         requests = int(common.num_reqs)
         begins = common.query_start_loc_cpu[: requests + 1].tolist()
+        begins += begins[-1:] * (requests + 1 - len(begins))  # requests that fill up a batch have no tokens
         lengths = common.seq_lens_cpu_upper_bound
         ends = (common.seq_lens.cpu() if lengths is None else lengths)[:requests].tolist()
+        ends += [0] * (requests - len(ends))
         new = common.query_start_loc[1 : requests + 1] - common.query_start_loc[:requests]
         past = (common.seq_lens[:requests] - new).long()
         pages, ring = common.block_table_tensor[:requests], ring[:requests]
@@ -217,6 +220,22 @@ class Runtime:
             return torch.arange(rows.shape[1], device=rows.device).ge(head).expand(len(rows), -1)
         return choose_kept(self.companions[0], rows, counts.pages * self.layout.page.tokens, head)
 
+    def statistics(self) -> dict[str, float]:
+        """Counters and gauges of :mod:`hisparse.integrations.vllm.metrics`; waits for the device."""
+        layers = [memory for memory in self.layers if memory is not None]
+        found: dict[str, float] = {
+            "packed_tokens": self.packed_tokens,
+            "capacity_ratio": self.layout.capacity(self.context),
+        }
+        if layers:
+            rows = int(torch.stack([memory.recalled for memory in layers]).sum())
+            found["recalled_rows"], found["recalled_bytes"] = rows, rows * self.layout.row.page_bytes
+            found["recall_steps"] = int(torch.stack([memory.steps for memory in layers]).sum())
+            found["quantisation_error"] = float(torch.stack([memory.error for memory in layers]).mean())
+            found["device_bytes"] = sum(len(memory.dense) for memory in layers) * self.layout.block_bytes
+            found["host_bytes"] = sum(0 if self.layout.rows_on_device else memory.row_pages.nbytes for memory in layers)
+        return found
+
     def pack_full(self) -> None:
         """Pack what the last step's single tokens filled."""
         full, self.full = self.full, []
@@ -229,6 +248,7 @@ class Runtime:
                 if kept is None:
                     kept = self.decide(v, item.first)
                 memory.pack(k, v, item.blocks, kept, item.first)
+            self.packed_tokens += self.layout.tokens
 
     def commit(
         self, index: int, memory: LayerMemory, metadata: Metadata, chunk: Chunk, qkv: tuple[Tensor, ...]
@@ -256,6 +276,7 @@ class Runtime:
             blocks = metadata.pages[chunk.row, begin:end].long()
             firsts = 1 if begin == 0 else 0
             if index == 0:
+                self.packed_tokens += whole
                 kept = [
                     self.decide(full_v[some], first)
                     for some, first in ((slice(0, firsts), True), (slice(firsts, None), False))

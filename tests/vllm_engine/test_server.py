@@ -1,0 +1,199 @@
+"""`hisparse serve` and its OpenAI API, by the official client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+openai = pytest.importorskip("openai")
+
+from hisparse.evaluate.needles import build_contexts, prompt_parts
+from hisparse.models.load import default_directory
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+START = 240  # seconds that a server may take to start on a busy machine
+
+
+class Server:
+    """A server in a process group of its own, and a client of it."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.log = log
+        options = ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16"]
+        options += ["--kv-cache-memory-bytes", str(48 << 20), "--max-num-batched-tokens", "512"]
+        options += ["--port", str(self.port), "--shutdown-timeout", "10"]
+        environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("hisparse")), "serve", "default", *options],
+                stdout=file,
+                stderr=file,
+                env={name: value for name, value in environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"},
+                start_new_session=True,
+            )
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0)
+
+    def wait(self) -> None:
+        for _ in range(START):
+            if self.process.poll() is not None:
+                break
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2)
+                return
+            except OSError:
+                time.sleep(1)
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-3000:]}")
+
+    def metrics(self) -> dict[str, float]:
+        """HiSparse's metrics and the number of preemptions, by name."""
+        text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
+        found = {}
+        for line in text.splitlines():
+            if line.startswith(("hisparse:", "vllm:num_preemptions_total", "vllm:kv_cache_usage_perc")):
+                name, value = line.rsplit(" ", 1)
+                found[name.split("{")[0]] = float(value)
+        return found
+
+    def group(self) -> list[int]:
+        """Processes of the server that are alive."""
+        alive = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                alive.append(int(path.parent.name))
+        return alive
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server") / "log")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.end()
+
+
+def test_chat_and_streaming(server: Server) -> None:
+    chat = server.client.chat.completions
+    whole = chat.create(model="default", messages=QUESTION, temperature=0, max_tokens=20)
+    assert "Paris" in whole.choices[0].message.content
+    pieces = chat.create(model="default", messages=QUESTION, temperature=0, max_tokens=20, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
+
+
+def test_stop_samples_and_log_probabilities(server: Server) -> None:
+    create = server.client.completions.create
+    stopped = create(
+        model="default", prompt="Count: one, two, three, four,", max_tokens=30, temperature=0, stop=["seven"]
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "six" in stopped.choices[0].text
+    assert "seven" not in stopped.choices[0].text
+    two = create(model="default", prompt="The sky is", max_tokens=5, n=2, temperature=0.9, logprobs=2)
+    assert len(two.choices) == 2
+    assert all(len(choice.logprobs.token_logprobs) == 5 for choice in two.choices)
+    assert all(value <= 0 for value in two.choices[0].logprobs.token_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [({"max_tokens": -1}, 400), ({"temperature": -3}, 400), ({"model": "nobody"}, 404), ({"prompt": [5] * 3000}, 400)],
+    ids=lambda value: str(value)[:30],
+)
+def test_bad_requests_are_refused(server: Server, wrong: dict[str, Any], status: int) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        server.client.completions.create(**{"model": "default", "prompt": "x", "max_tokens": 4, **wrong})
+    assert refused.value.status_code == status
+
+
+def test_many_clients_get_answers_about_their_own_documents(server: Server, prose: str) -> None:
+    """More requests than the pool holds at once. Nobody is told what stands in another's document."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(default_directory())
+    contexts = build_contexts(tokenizer, prose, "single", 700, 16)
+    values = [context.needles[0].value for context in contexts]
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        context = contexts[number]
+        prompt = sum(prompt_parts(tokenizer, context.document, context.needles[0].key), [])
+        reply = server.client.completions.create(model="default", prompt=prompt, temperature=0, max_tokens=8)
+        answers[number] = reply.choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 16
+    own = sum(values[number] in answer for number, answer in answers.items())
+    assert own >= 12, answers
+    assert not any(values[x] in answer for number, answer in answers.items() for x in range(16) if x != number)
+    found = server.metrics()
+    assert found["vllm:kv_cache_usage_perc"] == 0  # every block is free again
+
+
+def test_metrics_tell_what_happened(server: Server) -> None:
+    server.client.completions.create(model="default", prompt="Once upon a time, " * 200, max_tokens=8)
+    time.sleep(1.5)
+    server.client.completions.create(model="default", prompt="The end", max_tokens=8)
+    found = server.metrics()
+    assert found["hisparse:packed_tokens_total"] >= 512
+    assert found["hisparse:device_bytes"] > 40 << 20
+    assert found["hisparse:host_bytes"] > found["hisparse:device_bytes"]
+    assert 0 < found["hisparse:quantisation_error"] < 0.1
+    assert found["hisparse:recalled_rows_total"] > 0
+    assert found["hisparse:recalled_bytes_total"] > found["hisparse:recalled_rows_total"]
+
+
+def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
+    """The last test of the module."""
+
+    def ask() -> None:
+        with contextlib.suppress(openai.OpenAIError):
+            server.client.completions.create(model="default", prompt="Tell me more. " * 100, max_tokens=1000)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(5)
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(60)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for _ in range(20):
+        if not server.group():
+            break
+        time.sleep(1)
+    assert server.group() == []

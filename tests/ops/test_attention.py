@@ -317,9 +317,9 @@ def test_the_public_operation_reads_the_pages_asked_for() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a library of GPU kernels")
-@pytest.mark.parametrize("library", ["cudnn", "flash", None])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_long_chunks_over_long_pasts_by_each_library(library: str | None, dim: int) -> None:
+@pytest.mark.parametrize("library", ["cudnn", "flash", "efficient", None])
+@pytest.mark.parametrize(("dim", "expanded"), [(64, 1), (128, 1 << 29)])
+def test_long_chunks_over_long_pasts_by_each_library(library: str | None, dim: int, expanded: int) -> None:
     c = case(2, 4, dim, 1024, 100, [(700, 8), (1100, 4)], torch.bfloat16)
     part = c.packed[1]
     source = HostRows.of([part.pages.cpu().pin_memory()], torch.device(DEVICE))
@@ -328,5 +328,6 @@ def test_long_chunks_over_long_pasts_by_each_library(library: str | None, dim: i
     want = reference.attend(q, k, v, dense_k, dense_v, c.packed, c.stats, 0.1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sliced, "WORKSPACE", 8192 * 2 * 2 * dim * 2)
+        patch.setattr(sliced, "EXPANDED", expanded)
         found = sliced.attend(*c.hand(), packed, c.stats, 0.1, library)
     assert float((found.double() - want).norm() / want.norm()) < 1e-2

@@ -27,6 +27,8 @@ Part = tuple[Tensor, Tensor]
 
 WORKSPACE = 1 << 26
 """Bytes of unpacked K and V at a time."""
+EXPANDED = 1 << 29
+"""Bytes of K and V at a time that are repeated for each query head."""
 RUNS = 16
 """Up to how many runs of adjacent pages are copied one by one; more are gathered by a kernel."""
 PLAN_QUERIES, PLAN_KEYS = 1024, 4096
@@ -77,16 +79,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, library: L
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
             q[None], k[None], v[None], is_causal=True, scale=scaling
         )[:2]
-    else:  # these want a KV head for every query head: the chunk's own are few
-        keys, values = (x.repeat_interleave(q_heads // heads, 0)[None] for x in (k, v))
-        fused = torch.ops.aten
-        call = (
-            fused._scaled_dot_product_cudnn_attention
-            if library == "cudnn"
-            else fused._scaled_dot_product_efficient_attention
-        )
-        out, lse = call(q[None], keys, values, None, True, is_causal=True, scale=scaling)[:2]
-    return out[0].reshape(heads, -1, dim), lse.reshape(*lse.shape[1:3])[:, :chunk].reshape(heads, -1)
+        return out[0].reshape(heads, -1, dim), lse[0, :, :chunk].reshape(heads, -1)
+    # These want a KV head for every query head: some of them at a time, since a chunk may be a whole prompt.
+    fused = torch.ops.aten
+    call = (
+        fused._scaled_dot_product_cudnn_attention
+        if library == "cudnn"
+        else fused._scaled_dot_product_efficient_attention
+    )
+    group = q_heads // heads
+    step = max(1, EXPANDED // (2 * group * chunk * dim * k.element_size()))
+    outs, logs = [], []
+    for h in range(0, heads, step):
+        some = slice(h, min(h + step, heads))
+        keys, values = (x[some].repeat_interleave(group, 0)[None] for x in (k, v))
+        queries = q[some.start * group : some.stop * group][None]
+        out, lse = call(queries, keys, values, None, True, is_causal=True, scale=scaling)[:2]
+        outs.append(out[0].reshape(-1, group * chunk, dim))
+        logs.append(lse.reshape(*lse.shape[1:3])[:, :chunk].reshape(-1, group * chunk))
+    return (outs[0], logs[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(logs))
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Part:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hisparse.bench import recall
+from hisparse.bench import decode, recall
 from hisparse.bench.data import float64_attention, make_layer
 from hisparse.bench.measure import WrongResult, check, relative
 from hisparse.bench.past import Past
@@ -19,6 +19,7 @@ from hisparse.bench.shapes import SHAPES, shape_of
 from hisparse.cli.bench import bench_app
 from hisparse.errors import InputError, UnsupportedError
 from hisparse.ops.attend import attend
+from hisparse.ops.decode import reference
 from hisparse.vtq.format import PageFormat
 
 CPU = torch.device("cpu")
@@ -72,6 +73,16 @@ def test_a_step_with_recall_agrees_with_its_oracle_and_drifts_as_told() -> None:
     found, missed = steps.hot.counters[0].tolist()
     assert found + missed == 2 * past.budget
     assert missed >= past.budget
+
+
+def test_decode_over_shuffled_pages_agrees_with_its_oracle() -> None:
+    shape = SHAPES[SMALL]
+    case = decode.Case(make_layer(shape, 2048, CPU), PageFormat(8, shape.heads, shape.dim, 5, 5, 64), 1024)
+    for first in (0, 1024):
+        pages = case.pages(first)
+        want = case.exact(pages)
+        found = case.attend(reference, pages).double()
+        assert float(((found - want).norm(dim=-1) / want.norm(dim=-1)).max()) < decode.TOLERANCE
 
 
 def test_a_capacity_that_leaves_no_room_is_refused() -> None:

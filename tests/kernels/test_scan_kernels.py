@@ -183,12 +183,34 @@ def test_no_rows_at_all(twin: ModuleType) -> None:
     assert chosen.rows.tolist() == [[0] * 4] * 2
 
 
+@pytest.mark.parametrize("apart", [4, 128])
+def test_rows_within_wider_rows(apart: int, twin: ModuleType) -> None:
+    """Codes and scales as columns of one pool, whose other bytes belong to others."""
+    q, codes, scales, table, count, stats = make_case(2, 128, 4, 2, 4, [63, 5], 63)
+    begin, width = apart, codes.shape[1] + scales.shape[1]
+    wide = torch.full((len(codes), begin + -(-width // 16) * 16 + apart), 255, dtype=torch.uint8, device=DEVICE)
+    end = begin + codes.shape[1]
+    wide[:, begin:end], wide[:, end : end + scales.shape[1]] = codes, scales
+    apart_codes, apart_scales = wide[:, begin:end], wide[:, end : end + scales.shape[1]]
+    expected = twin.scan_rows(q, codes, scales, table, count, stats, 0.1, 2, small(twin))
+    worth = twin.scan_rows(q, apart_codes, apart_scales, table, count, stats, 0.1, 2, small(twin))
+    if apart == 128:
+        assert torch.equal(worth, expected)
+    else:  # another twin may have taken it
+        used = expected.isfinite()
+        assert torch.allclose(worth[used], expected[used], rtol=8e-3)
+    chosen = twin.scan_and_select(q, apart_codes, apart_scales, table, count, stats, 0.1, 2, 9, None, small(twin))
+    assert chosen.number.tolist() == [9, 5]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     q, codes, scales, table, count, stats = make_case(2, 64, 2, 2, 4, [5], 5)
     with pytest.raises(FormatError, match=r"a multiple of 2"):
         scan_rows(q[:, :3], codes, scales, table, count, stats, 1.0, 2)
     with pytest.raises(FormatError, match="different rows"):
         scan_rows(q, codes, scales[:, :2], table, count, stats, 1.0, 2)
+    with pytest.raises(FormatError, match="adjacent"):
+        scan_rows(q, codes.t().contiguous().t(), scales, table, count, stats, 1.0, 2)
     with pytest.raises(FormatError, match="int32"):
         scan_rows(q, codes, scales, table.long(), count, stats, 1.0, 2)
     with pytest.raises(FormatError, match="budget = 0"):

@@ -40,8 +40,9 @@ def scan_rows(
 ) -> Tensor:
     """What each row is worth to one query a sequence.
 
-    q: [B, Hq, D] post-RoPE. codes: uint8 [n, R * H * D * bits / 8] and scales: uint8 [n, R * H], the pools that
-    `build_sketch` fills (R tokens a row). table: int32 [B, max_rows], row ids of each sequence; count: int32 [B], how
+    q: [B, Hq, D] post-RoPE. codes: uint8 [n, H * R * D * bits / 8] and scales: uint8 [n, H * R], the pools that
+    `build_sketch` fills (R tokens a row); rows may be apart (a range of columns of wider rows), by a multiple of 16
+    bytes for the fastest kernels. table: int32 [B, max_rows], row ids of each sequence; count: int32 [B], how
     many of them are in use: what lies beyond is not read. bits: 1 or 2.
 
     Returns float32 [B, max_rows]: the sum over query heads of the square root of the share of the head's estimated
@@ -107,6 +108,12 @@ def _check_scan(
             raise FormatError(
                 f"{what}: {name} are {x.dtype} {list(x.shape)}; {bits}-bit sketches of {heads} heads x {dim} channels "
                 f"need uint8 [n, a multiple of {unit}]"
+            )
+    for name, x in (("codes", codes), ("scales", scales)):
+        if x.stride(1) != 1 or (name == "codes" and (x.data_ptr() | x.stride(0)) % 2):
+            raise FormatError(
+                f"{what}: {name} have strides {list(x.stride())} from byte {x.storage_offset()}; a row's bytes must be "
+                "adjacent, and rows of codes begin at even addresses"
             )
     if codes.shape[1] // token != scales.shape[1] // heads or len(codes) != len(scales):
         raise FormatError(

@@ -140,6 +140,8 @@ def scan_rows(
 def _plan(q: Tensor, codes: Tensor, scales: Tensor, table: Tensor, stats: ChannelStats, bits: int) -> Plan | None:
     if not table.numel() or not len(codes) or q.dtype not in QTYPES:
         return None
+    if (codes.data_ptr() | codes.stride(0)) % 16 or (scales.data_ptr() | scales.stride(0)) % 4:
+        return None  # rows are copied 16 bytes at a time, scales 4
     return plan_heads(stats.heads, stats.head_dim, bits, q.shape[1] // stats.heads, scales.shape[1] // stats.heads)
 
 
@@ -163,7 +165,7 @@ def _scan(
     tune = _fit(tune, plan.stage_bytes(row_size))
     if q.stride(2) != 1:
         q = q.contiguous()
-    codes, scales, table, count = codes.contiguous(), scales.contiguous(), table.contiguous(), count.contiguous()
+    table, count, strides = table.contiguous(), count.contiguous(), [codes.stride(0), scales.stride(0)]
     device, columns = q.device, 8 * plan.operands
     # The programs that weigh keep their multiprocessors for themselves while the scan's first rows are on their way.
     processors = multiprocessors(device.index or 0)
@@ -182,7 +184,8 @@ def _scan(
         (heads, batch, 1),
         1024,
         [q, stats.query_basis, codes, scales, table, count, weights, middle, top, tiles, histogram,
-         0 if histogram is None else histogram.numel(), scaling / math.log(2), q.stride(0), q.stride(1), width],
+         0 if histogram is None else histogram.numel(), scaling / math.log(2), q.stride(0), q.stride(1), width,
+         *strides],
         overlap=tune.overlap,
     )  # fmt: skip
     macros |= {"WARPS": tune.warps, "STAGES": tune.stages}
@@ -190,7 +193,7 @@ def _scan(
     kernel(
         (programs, 1, 1),
         32 * tune.warps,
-        [weights, middle, top, codes, scales, table, count, roots, part, batch, width],
+        [weights, middle, top, codes, scales, table, count, roots, part, batch, width, *strides],
         tune.warps * tune.stages * plan.stage_bytes(row_size),
         tune.overlap,
     )

@@ -169,12 +169,13 @@ def decode_scale(byte):
 
 @triton.jit
 def scan_share(
-    p_weight, p_middle, p_codes, p_scales, p_table, p_count, p_value, p_part, n_rows_max,
+    p_weight, p_middle, p_codes, p_scales, p_table, p_count, p_value, p_part, n_rows_max, stride_code, stride_scale,
     HEADS: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, W: tl.constexpr, HG: tl.constexpr, GROUPS: tl.constexpr,
     ALL: tl.constexpr, KP: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SIMD: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One share of a sequence's rows, for GROUPS of its ALL head groups.
+    """One share of a sequence's rows, for GROUPS of its ALL head groups. stride_code: 16-bit words from row to row of
+    p_codes; stride_scale: bytes from row to row of p_scales.
 
     Writes p_value bfloat16 [B, ALL, max_rows, HG * Q]: the square root of a row's attention, relative to a score of
     zero; and p_part float32 [B, ALL, NP, shares]: log2 of the sum of the share's attention.
@@ -188,7 +189,6 @@ def scan_share(
     i_share, i_block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     i_batch = tl.program_id(1).to(tl.int64)
     n_share = tl.num_programs(0) // BLOCKS
-    ROW_WORDS: tl.constexpr = HEADS * R * W
     N: tl.constexpr = HG * Q
     count = tl.minimum(tl.load(p_count + i_batch), n_rows_max)
     n_tiles = tl.cdiv(count, ROWS)
@@ -214,9 +214,9 @@ def scan_share(
         weights = weights + (tiles,)
         firsts = firsts + (first,)
         totals = totals + (tl.zeros((ROWS, NP), tl.float32),)
-        words_0 = words_0 + (read_words(p_codes + ids * ROW_WORDS, i_group + g, HEADS, W, HG, R, KP),)
+        words_0 = words_0 + (read_words(p_codes + ids * stride_code, i_group + g, HEADS, W, HG, R, KP),)
         n_head_0 = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
-        scales_0 = scales_0 + (tl.load(p_scales + (ids * (R * HEADS))[:, None] + (n_head_0 * R)[None, :]),)
+        scales_0 = scales_0 + (tl.load(p_scales + (ids * stride_scale)[:, None] + (n_head_0 * R)[None, :]),)
     references = ()
     for g in tl.static_range(GROUPS):
         s_0 = raw_scores(words_0[g], weights[g], firsts[g], SIMD) * decode_scale(scales_0[g])
@@ -235,9 +235,11 @@ def scan_share(
             scales = ()
             for j in tl.static_range(j0, j0 + TOKENS):
                 for g in tl.static_range(GROUPS):
-                    loaded = loaded + (read_words(p_codes + ids * ROW_WORDS + j * W, i_group + g, HEADS, W, HG, R, KP),)
+                    loaded = loaded + (
+                        read_words(p_codes + ids * stride_code + j * W, i_group + g, HEADS, W, HG, R, KP),
+                    )
                     n_head = tl.minimum((i_group + g) * HG + tl.minimum(n // Q, HG - 1), HEADS - 1)
-                    scales = scales + (tl.load(p_scales + (ids * (R * HEADS) + j)[:, None] + (n_head * R)[None, :]),)
+                    scales = scales + (tl.load(p_scales + (ids * stride_scale + j)[:, None] + (n_head * R)[None, :]),)
             new = ()
             for g in tl.static_range(GROUPS):
                 total = sums[g]

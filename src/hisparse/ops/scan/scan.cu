@@ -123,7 +123,8 @@ __device__ __forceinline__ Ids read_ids(const int* table, int tile, int n_rows, 
 }
 
 // Requests 8 rows' bytes of a warp's heads; of rows that are not there, zeros.
-__device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, const u8* scales, int lane, u64 policy) {
+__device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, const u8* scales, int code_stride,
+                                        int scale_stride, int lane, u64 policy) {
   constexpr int PIECES = BODY / 16;
   const int piece = lane & 7;
 #pragma unroll
@@ -132,12 +133,12 @@ __device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, con
     const bool there = id >= 0;
     const i64 row = there ? id : 0;
     const int at = 4 * half + (lane >> 3);
-    const u8* from = codes + row * (HEADS * ROW * TOKEN) + piece * 16;
+    const u8* from = codes + row * code_stride + piece * 16;
     const u32 to = stage + at * STRIDE + piece * 16;
 #pragma unroll
     for (int p = 0; p < PIECES; p += 8)
       if (PIECES % 8 == 0 || p + piece < PIECES) copy16(to + p * 16, from + p * 16, there ? 16 : 0, policy);
-    const u8* mark = scales + row * (HEADS * ROW) + piece * 4;
+    const u8* mark = scales + row * scale_stride + piece * 4;
     const u32 mark_to = stage + 8 * STRIDE + at * MARKS + piece * 4;
 #pragma unroll
     for (int p = 0; p < MARKS / 4; p += 8)
@@ -151,7 +152,7 @@ __device__ __forceinline__ void request(u32 stage, Ids ids, const u8* codes, con
 //   part float32 [grid + B * BLOCKS, PC]: at program + sequence * BLOCKS + block, the sum of the program's attention.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 scan_rows(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
-           const int* count, u32* value, float* part, int batch, int max_rows) {
+           const int* count, u32* value, float* part, int batch, int max_rows, int code_stride, int scale_stride) {
   extern __shared__ __align__(16) u8 ring[];
   __shared__ float s_total[WARPS][PC];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
@@ -181,7 +182,7 @@ scan_rows(const u32* frag, const float* middle, const float* top, const u8* code
     for (int s = 0; s < STAGES; ++s) ids[s] = read_ids(rows, first + s * WARPS, n_rows, lane);
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) {
-      if (first + s * WARPS < end) request(own + s * STAGE, ids[s], p_codes, p_scales, lane, policy);
+      if (first + s * WARPS < end) request(own + s * STAGE, ids[s], p_codes, p_scales, code_stride, scale_stride, lane, policy);
       commit_copies();
     }
     Ids next = read_ids(rows, first + STAGES * WARPS, n_rows, lane);
@@ -270,7 +271,7 @@ scan_rows(const u32* frag, const float* middle, const float* top, const u8* code
         }
       }
       __syncwarp();
-      if (tile + STAGES * WARPS < end) request(stage, next, p_codes, p_scales, lane, policy);
+      if (tile + STAGES * WARPS < end) request(stage, next, p_codes, p_scales, code_stride, scale_stride, lane, policy);
       commit_copies();
       next = read_ids(rows, tile + (STAGES + 1) * WARPS, n_rows, lane);
       stage = stage + STAGE == own + STAGES * STAGE ? own : stage + STAGE;

@@ -138,7 +138,7 @@ def _scan(
     tune = tuning or default_tuning(row_size)
     if q.stride(2) != 1:
         q = q.contiguous()
-    codes, scales, table = codes.contiguous(), scales.contiguous(), table.contiguous()
+    table = table.contiguous()
     plan = plan_heads(heads, dim, bits, queries, tune.shared)
     used = plan.shared * queries
     strides = (q.stride(0), queries * q.stride(1), q.stride(1))
@@ -155,7 +155,8 @@ def _scan(
     factor = torch.empty(batch, plan.groups, used, dtype=torch.float32, device=q.device)
     options = {} if INTERPRET else {"num_warps": tune.warps, "maxnreg": tune.registers}
     scan_share[(shares * blocks, batch)](
-        weight, middle, codes, scales, table, count, value, part, width, heads, queries, row_size, plan.words,
+        weight, middle, codes, scales, table, count, value, part, width, codes.stride(0) // 2, scales.stride(0),
+        heads, queries, row_size, plan.words,
         plan.shared,
         groups, plan.groups, plan.columns, plan.queries, tune.rows, tokens, not INTERPRET, tune.stages, **options,
     )  # fmt: skip

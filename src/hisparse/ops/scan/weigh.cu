@@ -47,7 +47,7 @@ __device__ __forceinline__ float read_query(const void* q, i64 at) {
 extern "C" __global__ void __launch_bounds__(1024, 1)
 weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scales, const int* table, const int* count,
               u32* frag, float* middle, float* top, int* tiles, int* clear, int n_clear, float factor, int stride_b,
-              int stride_h, int max_rows) {
+              int stride_h, int max_rows, int code_stride, int scale_stride) {
   __shared__ float s_part[SPLITS][NQ][C];
   __shared__ float4 s_q[HEAD_DIM][NQ / 4];
   __shared__ u32 s_frag[NB * 32 * FRAG];
@@ -81,12 +81,12 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
     if (n_rows > 0) {
       const int sample = (warp - WEIGHERS / 32) * 8 + g;
       const i64 id = table[(i64)b * max_rows + (int)((i64)sample * n_rows / (SAMPLERS * 8))];
-      const u8* at = codes + id * (HEADS * ROW * TOKEN) + h * (ROW * TOKEN) + t * (4 * I);
+      const u8* at = codes + id * code_stride + h * (ROW * TOKEN) + t * (4 * I);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
 #pragma unroll
         for (int i = 0; i < I; ++i) word[j][i] = *(const u32*)(at + j * TOKEN + 4 * i);
-      marks = *(const u32*)(scales + id * (HEADS * ROW) + h * ROW);
+      marks = *(const u32*)(scales + id * scale_stride + h * ROW);
     }
   } else {
     for (int i = tid; i < HEAD_DIM * NQ; i += WEIGHERS) {

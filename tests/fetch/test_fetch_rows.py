@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse.errors import FormatError
-from hisparse.ops import fetch
+from hisparse.ops import _cuda, fetch
 from hisparse.ops.fetch import AGES, HostRows, HotBuffer, reference
 
 triton = pytest.importorskip("hisparse.ops.fetch.triton")
 BACKENDS = [pytest.param(reference, id="reference"), pytest.param(triton, id="triton")]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if torch.cuda.is_available() and _cuda.can_run(None):
+    from hisparse.ops.fetch import cuda
+
+    BACKENDS.append(pytest.param(cuda, id="cuda"))
 
 
 def host_of(rows: int, row_bytes: int = 48, per_segment: int = 5, seed: int = 0) -> tuple[HostRows, Tensor]:
@@ -129,6 +133,33 @@ def test_rows_of_any_size_move_both_ways(backend: ModuleType, row_bytes: int, pe
     assert torch.equal(backend.gather_rows(source, ints([list(range(23))]), None).cpu(), bytes_[:23])
 
 
+@pytest.mark.parametrize("budget", [333, 1024, 3072])
+@pytest.mark.parametrize("backend", BACKENDS[2:] or [pytest.param(None, marks=pytest.mark.skip(reason="needs CUDA"))])
+def test_large_budgets_in_cuda(backend: ModuleType, budget: int) -> None:
+    source, bytes_ = host_of(5 * budget, 2592, 1618)
+    sizes = (2 * budget, budget + 7)
+    hot = HotBuffer.empty(sizes, 2592, 5 * budget, DEVICE)
+    models = [Model(0, sizes[0]), Model(sizes[0], sizes[1])]
+    make = torch.Generator().manual_seed(4)
+    for _ in range(8):
+        chosen = [2 * torch.randperm(5 * budget // 2, generator=make)[:budget] + b for b in range(2)]
+        number = [budget, budget - 5]
+        table = backend.fetch_rows(hot, source, torch.stack(chosen).int().to(DEVICE), ints(number)).cpu()
+        for b in range(2):
+            own = chosen[b][: number[b]]
+            assert table[b, : number[b]].tolist() == models[b].step(own.tolist())
+            assert torch.equal(hot.buffer[table[b, : number[b]].long().to(DEVICE)].cpu(), bytes_[own])
+        hot.check()
+
+
+@pytest.mark.skipif(not _cuda.has_compiler(), reason="needs CUDA's Python bindings")
+@pytest.mark.parametrize(("threads", "entries", "slots"), [(1024, 4, 8), (128, 1, 1), (160, 2, 5)])
+def test_cuda_sources_compile(threads: int, entries: int, slots: int) -> None:
+    sizes = {"THREADS": threads, "EACH_ENTRY": entries, "EACH_SLOT": slots, "AGES": AGES, "VECTORS": 162}
+    options = [f"--define-macro={name}={value}" for name, value in {**sizes, "PER_SEGMENT": 1618}.items()]
+    assert _cuda.compile_source(_cuda.read_source("fetch/fetch.cu"), "fetch.cu", "sm_90", options)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_rows_take_several_tiles(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "ENTRIES", 128)
@@ -192,18 +223,19 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
-def test_a_captured_graph_fetches_what_its_inputs_say() -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_a_captured_graph_fetches_what_its_inputs_say(backend: ModuleType) -> None:
     source, bytes_ = host_of(500, 2592, 64)
     hot, model = HotBuffer.empty((64,), 2592, 500, DEVICE), Model(0, 64)
     rows, number = ints([list(range(32))]), ints([32])
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        triton.fetch_rows(hot, source, rows, number)
+        backend.fetch_rows(hot, source, rows, number)
         model.step(list(range(32)))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        table = triton.fetch_rows(hot, source, rows, number)
+        table = backend.fetch_rows(hot, source, rows, number)
     make = torch.Generator().manual_seed(0)
     for count in (32, 0, 5, 31, 32):
         chosen = torch.randperm(500, generator=make)[:32]

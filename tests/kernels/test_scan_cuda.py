@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scan_kernels import chosen_sets, expected_worth, make_case, make_worth, needs_gpu
 
+from hisparse.ops._cuda import compile_source, has_compiler, read_source
 from hisparse.ops.scan import cuda as twin
 from hisparse.ops.scan import reference as plain
 from hisparse.ops.scan.cuda import Tuning, plan_heads
@@ -119,6 +120,25 @@ def test_a_step_is_captured_and_follows_the_lengths_on_the_device() -> None:
         expected = twin.scan_and_select(q, *step)
         assert torch.equal(captured.number, expected.number)
         assert torch.equal(captured.rows, expected.rows)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs CUDA's compiler bindings")
+@pytest.mark.parametrize(
+    ("heads", "dim", "queries", "bits", "row_size"), [(4, 128, 8, 2, 4), (8, 128, 4, 1, 8), (1, 256, 16, 2, 16)]
+)
+def test_sources_compile_without_a_gpu(heads: int, dim: int, queries: int, bits: int, row_size: int) -> None:
+    plan = plan_heads(heads, dim, bits, queries, row_size)
+    assert plan is not None
+    macros = {
+        "HEADS": heads, "QUERIES": queries, "HEAD_DIM": dim, "BITS": bits, "ROW": row_size, "HB": plan.warp_heads,
+        "HG": plan.group_heads, "QP": plan.columns, "NB": plan.operands, "QTYPE": 1, "WARPS": 8, "STAGES": 2,
+        "SETS": plan.sets, "BLOCKS": plan.blocks, "BINS": 2048, "SHIFT": 15, "REACH": 8,
+    }  # fmt: skip
+    for path in ("scan/weigh.cu", "scan/scan.cu", "scan/select.cu"):
+        # The first two derive for themselves what the third is told.
+        derived = () if path == "scan/select.cu" else ("SETS", "BLOCKS")
+        options = [f"--define-macro={name}={value}" for name, value in macros.items() if name not in derived]
+        assert compile_source(read_source(path), path, "sm_90", options).startswith(b"\x7fELF")
 
 
 @given(

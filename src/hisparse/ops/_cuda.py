@@ -91,6 +91,7 @@ class Kernel:
         self._function = _check(driver.cuModuleGetFunction(self._module, function.encode()), function)
         self.name = function
         self._shared = 0
+        self._divided = False
 
     @property
     def registers(self) -> int:
@@ -103,6 +104,18 @@ class Kernel:
         """Bytes of local memory of a thread."""
         kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
         return int(_check(self._driver.cuFuncGetAttribute(kind, self._function), self.name))
+
+    def prefer_shared(self) -> Kernel:
+        """Itself, asking for as much shared memory on a multiprocessor as there is, needed or not.
+
+        Kernels that follow each other closely should agree in this: a multiprocessor is idle while it divides its
+        memory anew into cache and shared memory, and programs that want it divided differently cannot be on it together.
+        """
+        if not self._divided:
+            kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            _check(self._driver.cuFuncSetAttribute(self._function, kind, 100), self.name)
+            self._divided = True
+        return self
 
     def __call__(
         self,

@@ -98,7 +98,7 @@ def _sketch_macros(plan: Plan, q: Tensor, stats: ChannelStats, bits: int, row_si
 
 def _select_kernel(name: str, sets: int, blocks: int, device: torch.device) -> Kernel:
     defines = {"SETS": sets, "BLOCKS": blocks, "BINS": BINS, "SHIFT": SHIFT, "REACH": _reach(sets, blocks)}
-    return load_kernel("scan/select.cu", name, defines, device=device)
+    return load_kernel("scan/select.cu", name, defines, device=device).prefer_shared()
 
 
 def _reach(sets: int, blocks: int) -> int:
@@ -179,7 +179,9 @@ def _scan(
     part = torch.empty(programs + batch * plan.blocks, 8 * plan.sets, **floats)  # type: ignore[call-overload]
     worth: Tensor = torch.empty(batch, width, **floats)  # type: ignore[call-overload]
     macros = _sketch_macros(plan, q, stats, bits, row_size)
-    kernel = load_kernel("scan/weigh.cu", "weigh_queries", {**macros, "QTYPE": QTYPES[q.dtype]}, device=device)
+    kernel = load_kernel(
+        "scan/weigh.cu", "weigh_queries", {**macros, "QTYPE": QTYPES[q.dtype]}, device=device
+    ).prefer_shared()
     kernel(
         (heads, batch, 1),
         1024,
@@ -189,7 +191,7 @@ def _scan(
         overlap=tune.overlap,
     )  # fmt: skip
     macros |= {"WARPS": tune.warps, "STAGES": tune.stages}
-    kernel = load_kernel("scan/scan.cu", "scan_rows", macros, device=device)
+    kernel = load_kernel("scan/scan.cu", "scan_rows", macros, device=device).prefer_shared()
     kernel(
         (programs, 1, 1),
         32 * tune.warps,

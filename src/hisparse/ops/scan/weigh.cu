@@ -57,7 +57,7 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
   const bool samples = tid >= WEIGHERS;
   const int turn = NB > 1 ? 0 : h % HB % HG * QP;  // the head's first column
 
-  // Everything is requested before anything is used: the time goes by waiting. The basis is not of the kernel ahead.
+  // Everything is requested before anything is used: the time goes by waiting.
   const int c = tid % CP, split = tid / CP;
   const bool weighs = c < C && split < SPLITS;
   float x[AHEAD];
@@ -68,9 +68,9 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
       x[i] = weighs && d < HEAD_DIM ? basis[((i64)h * HEAD_DIM + d) * HEAD_DIM + c] : 0.f;
     }
   };
-  read_basis(0);
   wait_for_previous();
   start_next();
+  read_basis(0);
   const int n_rows = clamp_count(count, b, max_rows);
   u32 word[4][I], marks = 0;
   if (samples) {

@@ -109,7 +109,7 @@ class Kernel:
         """Itself, asking for as much shared memory on a multiprocessor as there is, needed or not.
 
         Kernels that follow each other closely should agree in this: a multiprocessor is idle while it divides its
-        memory anew into cache and shared memory, and programs that want it divided differently cannot be on it together.
+        memory anew into cache and shared memory, and programs that want it otherwise cannot be on it together.
         """
         if not self._divided:
             kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

@@ -45,7 +45,7 @@ def contexts(prose: str) -> list[NeedleContext]:
     from hisparse.models.load import default_directory
 
     tokenizer = AutoTokenizer.from_pretrained(default_directory())
-    return build_contexts(tokenizer, prose, "single", 1600, 6)
+    return build_contexts(tokenizer, prose, "single", 1600, 4)
 
 
 def ask(llm: Any, contexts: list[NeedleContext]) -> list[bool]:
@@ -70,7 +70,7 @@ def test_needles_come_back_through_recall(contexts: list[NeedleContext]) -> None
         rows = int(runtime().layers[0].recalled)
     with engine({"evict": "drop"}) as llm:
         dropped = ask(llm, contexts)
-    assert sum(stock) >= 4
+    assert sum(stock) >= 3
     assert sum(recalled) >= sum(stock) - 1, (recalled, stock)
     assert rows > 0
     assert sum(dropped) <= 1

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-openai = pytest.importorskip("openai")
-
 from hisparse.evaluate.needles import build_contexts, prompt_parts
 from hisparse.models.load import default_directory
+
+pytest.importorskip("vllm")
+openai = pytest.importorskip("openai")
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 START = 240  # seconds that a server may take to start on a busy machine
@@ -146,8 +146,10 @@ def test_many_clients_get_answers_about_their_own_documents(server: Server, pros
 
     def ask(number: int) -> None:
         context = contexts[number]
-        prompt = sum(prompt_parts(tokenizer, context.document, context.needles[0].key), [])
-        reply = server.client.completions.create(model="default", prompt=prompt, temperature=0, max_tokens=8)
+        document, question = prompt_parts(tokenizer, context.document, context.needles[0].key)
+        reply = server.client.completions.create(
+            model="default", prompt=document + question, temperature=0, max_tokens=8
+        )
         answers[number] = reply.choices[0].text
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +21,9 @@ CPU_SHARE = 0.25
 """Share of the free memory that the KV pool takes on a machine without a GPU, where vLLM does not measure it."""
 
 DRAIN = 30
-"""Seconds that requests in progress may take after SIGTERM. With vLLM's default, 0, their clients are left hanging."""
+"""Seconds that requests in progress may take after SIGTERM."""
+LINGER = 5
+"""Seconds more until a server that has not ended is killed."""
 
 METRICS = {
     "kv_connector": "HiSparseMetrics",
@@ -55,8 +60,49 @@ def serve(
         return
     if find_spec("vllm") is None:
         raise UnsupportedError("vLLM is not installed here; pip install 'hisparse[vllm]', or print it with --dry-run")
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "hisparse.integrations.vllm.launch", *command[1:]])
+    raise typer.Exit(
+        supervise([sys.executable, "-m", "hisparse.integrations.vllm.launch", *command[1:]], _drain(command))
+    )
+
+
+def supervise(command: list[str], drain: float) -> int:
+    """Run a server and return its exit code. SIGTERM and SIGINT are handed on; `drain` seconds later it has to be gone.
+
+    vLLM waits without end for clients whose requests it has already given up, so a server under load would stay. Once
+    requests have had their `drain` seconds, it gets LINGER more to leave by itself.
+    """
+    process = subprocess.Popen(command)
+    asked: list[float] = []
+
+    def end(number: int, frame: Any) -> None:
+        if not asked:
+            asked.append(time.monotonic())
+            process.send_signal(signal.SIGTERM)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while True:
+            try:
+                return 0 if process.wait(0.5) == 0 or asked else process.returncode
+            except subprocess.TimeoutExpired:
+                if asked and time.monotonic() - asked[0] > drain + LINGER:
+                    process.kill()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _drain(command: list[str]) -> float:
+    """Seconds given with --shutdown-timeout, the last of which counts."""
+    value = "0"
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, _, given = word.partition("=")
+        if name == "--shutdown-timeout":
+            value = given or following
+    try:
+        return max(float(value), 0)
+    except ValueError:
+        raise InputError(f"--shutdown-timeout {value}: give a number of seconds") from None
 
 
 def compose(
@@ -76,7 +122,7 @@ def compose(
     """
     from hisparse.config import HiSparseConfig
 
-    given = {word.split("=", 1)[0].replace("_", "-") for word in extra if word.startswith("--")}
+    given = {word.split("=", 1)[0].replace("_", "-") for word in extra if word.startswith("-")}
     for option in ("--attention-backend", "--additional-config"):
         if option in given:
             raise InputError(f"{option} is what `hisparse serve` sets; leave it out, or call `vllm serve` yourself")

@@ -1,0 +1,190 @@
+"""HiSparse beside vLLM's own KV cache, each in an engine of its own: what fits, prefill, milliseconds a token, answers.
+
+    python benchmarks/bench_vllm.py --model DIRECTORY --kv stock hisparse --context 2048 --needles docs/*.md
+    python benchmarks/bench_vllm.py --shape glm4-9b-1m --kv bfloat16 fp8 hisparse --context 4096 131072 --out FILE
+
+`--model` serves real weights, `--shape` random ones of a named shape. A row a context and batch::
+
+    {"kv", "shape", "context", "batch", "ms_per_token", "prefill_s", "kv_tokens", "gpu_kv_bytes", "host_bytes"}
+
+With `--needles` (a real model) every row is preceded by facts asked for in documents of a context's length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "glm4-9b-1m": {"hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 4},
+    "llama3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8},
+}
+VOCABULARY = 32000
+STEPS = 64
+
+
+def shape_directory(name: str, context: int) -> str:
+    """A directory with the configuration of a Llama of a named shape."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e6,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": context,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        **SHAPES[name],
+    }
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def start(kv: str, arguments: argparse.Namespace) -> Any:
+    """An engine. `kv`: stock, a dtype of vLLM's cache, hisparse, or hisparse:FILE with a configuration."""
+    from vllm import LLM
+
+    longest = max(arguments.context) + STEPS + 2
+    options: dict[str, Any] = {"dtype": arguments.dtype, "max_model_len": longest, "seed": 0}
+    options.update(max_num_seqs=max(arguments.batch), enable_prefix_caching=bool(arguments.needles))
+    options["enforce_eager"] = arguments.eager
+    if arguments.kv_memory:
+        options["kv_cache_memory_bytes"] = arguments.kv_memory
+    if arguments.blocks and kv.startswith("hisparse"):
+        options["num_gpu_blocks_override"] = arguments.blocks
+    if arguments.shape:
+        options.update(model=shape_directory(arguments.shape, longest), load_format="dummy", skip_tokenizer_init=True)
+    else:
+        options["model"] = arguments.model
+    if kv.startswith("hisparse"):
+        file = kv.partition(":")[2]
+        options.update(attention_backend="CUSTOM", additional_config={"hisparse": file or {}})
+    elif kv != "stock":
+        options["kv_cache_dtype"] = kv
+    return LLM(**options)
+
+
+def stop(llm: Any) -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def seconds(llm: Any, prompts: list[list[int]], new: int) -> float:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def measure(llm: Any, context: int, batch: int) -> dict[str, float]:
+    """Prefill in seconds, and milliseconds a token: what STEPS more tokens take, after prompts of the same length."""
+    draw = random.Random(context)
+
+    def prompts(number: int, length: int) -> list[list[int]]:
+        """New ones each time: nothing is found in a prefix cache."""
+        return [[draw.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(number)]
+
+    seconds(llm, prompts(1, 64), 4)
+    first = seconds(llm, prompts(batch, context), 1)
+    every = seconds(llm, prompts(batch, context), 1 + STEPS)
+    return {"prefill_s": round(first, 4), "ms_per_token": round((every - first) / STEPS * 1e3, 4)}
+
+
+def memory(llm: Any, kv: str) -> dict[str, int]:
+    config = llm.llm_engine.vllm_config
+    cache = config.cache_config
+    found = {"kv_tokens": int(cache.kv_cache_size_tokens or 0), "gpu_kv_bytes": 0, "host_bytes": 0}
+    if kv.startswith("hisparse"):
+        from hisparse.integrations.vllm.backend import current_runtime
+
+        statistics = current_runtime().statistics()
+        found["gpu_kv_bytes"], found["host_bytes"] = int(statistics["device_bytes"]), int(statistics["host_bytes"])
+    else:
+        layers = config.compilation_config.static_forward_context.values()
+        found["gpu_kv_bytes"] = sum(layer.kv_cache.nbytes for layer in layers if hasattr(layer, "kv_cache"))
+    return found
+
+
+def needles(llm: Any, files: list[Path], context: int) -> str:
+    """Needles found of those hidden, each asked for after its document was read."""
+    from vllm import SamplingParams
+
+    from hisparse.evaluate.needles import build_contexts, prompt_parts
+
+    tokenizer = llm.get_tokenizer()
+    text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    found = asked = 0
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    for kind, count in (("single", 6), ("multi_key", 3)):
+        for made in build_contexts(tokenizer, text, kind, context - 64, count):  # type: ignore[arg-type]
+            seconds(llm, [prompt_parts(tokenizer, made.document)[0]], 1)
+            for needle in made.needles:
+                document, question = prompt_parts(tokenizer, made.document, needle.key)
+                (output,) = llm.generate([{"prompt_token_ids": document + question}], greedy, use_tqdm=False)
+                found, asked = found + (needle.value in output.outputs[0].text), asked + 1
+    return f"{found} of {asked}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="directory or hub id")
+    source.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--kv", nargs="+", default=["stock", "hisparse"])
+    parser.add_argument("--context", nargs="+", type=int, default=[4096])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-memory", type=int, help="bytes of the KV pool; on a CPU it has to be given")
+    parser.add_argument("--blocks", type=int, help="HiSparse's blocks, where the host pool is what limits them")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
+    parser.add_argument("--needles", nargs="*", type=Path, default=[], help="texts to hide facts in")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+
+    rows = []
+    for kv in arguments.kv:
+        llm = start(kv, arguments)
+        for context in arguments.context:
+            if arguments.needles:
+                print(f"{kv} at {context}: {needles(llm, arguments.needles, context)} needles", flush=True)
+            for batch in arguments.batch:
+                row = {"kv": kv, "shape": arguments.shape or arguments.model, "context": context, "batch": batch}
+                rows.append({**row, **measure(llm, context, batch), **memory(llm, kv)})
+                print(json.dumps(rows[-1]), flush=True)
+        stop(llm)
+    if arguments.out is not None:
+        import torch
+        import vllm
+
+        from hisparse.evaluate.environment import environment
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        record = {**environment(device), "vllm": vllm.__version__}
+        arguments.out.write_text(json.dumps({**record, "command": sys.argv[1:], "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -102,6 +102,18 @@ def test_same_as_sequence_by_sequence(name: str, batch: int, monkeypatch: pytest
         assert hits + misses <= counts["rows"]
 
 
+def test_sequences_of_very_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, mask = left_padded([prompt(n, seed=n)[0] for n in (3, 400, 60)])
+    found = []
+    for at_once in (False, True):
+        monkeypatch.setattr(integration, "batched", lambda device, geometry, on=at_once: on)
+        model = tiny()
+        cache = cache_for(model, settings_of(selection=FEW))
+        found.append(greedy(model, ids, cache, 40, attention_mask=mask))
+        cache.check_integrity()
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("interval", [1, 2, 4])
 def test_sketches_are_scanned_every_so_many_steps(

@@ -44,8 +44,8 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -
     table = torch.empty_like(rows)
     miss_row, miss_slot = torch.empty(2, batch, budget, dtype=torch.int32, device=rows.device)
     missing = torch.empty(batch, dtype=torch.int32, device=rows.device)
-    assign = load_kernel("fetch/fetch.cu", "assign", defines)
-    move = load_kernel("fetch/fetch.cu", "move_rows", defines)
+    assign = load_kernel("fetch/fetch.cu", "assign", defines, device=rows.device)
+    move = load_kernel("fetch/fetch.cu", "move_rows", defines, device=rows.device)
     books = (hot.slot_of, hot.owner, hot.stamp, hot.first, hot.clock, hot.counters)
     assign((batch, 1, 1), threads, [rows, number, table, miss_row, miss_slot, missing, *books, budget], overlap=True)
     move(

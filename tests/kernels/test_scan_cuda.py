@@ -131,7 +131,7 @@ def test_sources_compile_without_a_gpu(heads: int, dim: int, queries: int, bits:
     assert plan is not None
     macros = {
         "HEADS": heads, "QUERIES": queries, "HEAD_DIM": dim, "BITS": bits, "ROW": row_size, "HB": plan.warp_heads,
-        "HG": plan.group_heads, "QP": plan.columns, "NB": plan.operands, "QTYPE": 1, "WARPS": 8, "STAGES": 2,
+        "HG": plan.group_heads, "QP": plan.columns, "NB": plan.operands, "QTYPE": 1, "WARPS": 8, "STAGES": 2, "ONCE": 1,
         "SETS": plan.sets, "BLOCKS": plan.blocks, "BINS": 2048, "SHIFT": 15, "REACH": 8,
     }  # fmt: skip
     for path in ("scan/weigh.cu", "scan/scan.cu", "scan/select.cu"):

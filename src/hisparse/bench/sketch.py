@@ -27,6 +27,7 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
         {"warps": 16},
         {"warps": 8},
         {"overlap": False},
+        {"once": False},
     ),
     "triton": ({"stages": 3}, {"shared": 2, "stages": 3}),
 }

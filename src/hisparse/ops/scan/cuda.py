@@ -35,12 +35,13 @@ class Tuning:
     """How the work is cut.
 
     warps: warps of a program, one program a multiprocessor; stages: tiles of 8 rows that each warp has on their way;
-    overlap: kernels start while the one ahead ends.
+    overlap: kernels start while the one ahead ends; once: sketches are the first to leave the L2 cache.
     """
 
     warps: int = 12
     stages: int = 2
     overlap: bool = True
+    once: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _scan(
          *strides],
         overlap=tune.overlap,
     )  # fmt: skip
-    macros |= {"WARPS": tune.warps, "STAGES": tune.stages}
+    macros |= {"WARPS": tune.warps, "STAGES": tune.stages, "ONCE": int(tune.once)}
     kernel = load_kernel("scan/scan.cu", "scan_rows", macros, device=device).prefer_shared()
     kernel(
         (programs, 1, 1),

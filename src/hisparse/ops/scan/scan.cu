@@ -1,6 +1,7 @@
 // The sketch scan of a decode step: worth(row) = sum over query heads of sqrt(attention on the row / all attention of the
 // head). This leaves the roots of the rows' attention; select.cu adds them up, for which all rows have to be known.
-// Macros: those of sketch.cu, WARPS, and STAGES (tiles that a warp has on their way).
+// Macros: those of sketch.cu, WARPS, STAGES (tiles that a warp has on their way), and ONCE (1: sketches leave the L2 cache
+// first).
 
 #include "sketch.cu"
 
@@ -28,16 +29,22 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvt
 
 // For what is read once: the roots that the scan writes should stay in the L2 cache, not the sketches.
 __device__ __forceinline__ u64 read_once() {
-  u64 policy;
+  u64 policy = 0;
+#if ONCE
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
   return policy;
 }
 
 // `size` bytes of 16 from global to shared memory, the rest zeros.
 __device__ __forceinline__ void copy16(u32 to, const void* from, int size, u64 policy) {
+#if ONCE
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(size),
                "l"(policy)
                : "memory");
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void copy4(u32 to, const void* from, int size) {

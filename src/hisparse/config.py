@@ -119,10 +119,15 @@ class SelectionConfig(_Section):
 
 
 class PrefillConfig(_Section):
-    """How a chunk of a prompt attends to what is already stored; `chunk`: the command line prefills in such pieces."""
+    """How a chunk of a prompt attends to what is already stored; `chunk`: the command line prefills in such pieces.
+
+    A chunk of at most `recall_max_tokens` recalls; with mode "recall" a longer one too. choose: its rows are chosen
+    once for the whole chunk, or for each token.
+    """
 
     mode: Literal["full", "recall"] = "full"
     recall_max_tokens: int = Field(256, ge=1)
+    choose: Literal["chunk", "token"] = "chunk"
     chunk: int | None = Field(None, ge=1)
 
 

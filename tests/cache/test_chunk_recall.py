@@ -1,4 +1,4 @@
-"""A long chunk in recall mode: one set of rows for all its queries, the best by their sketches; all where few."""
+"""A chunk in recall mode: one set of rows for all its queries, the best by their sketches; all where few."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CPU = torch.device("cpu")
 HEADS, DIM, PAST, CHUNK = 2, 32, 400, 20
 
 
-def filled(**selection: Any) -> tuple[LayerStore, Sequence, tuple[torch.Tensor, ...]]:
+def filled(most: int = CHUNK - 1, **selection: Any) -> tuple[LayerStore, Sequence, tuple[torch.Tensor, ...]]:
     """A layer that holds PAST tokens, a fifth of them kept; queries, keys and values of a chunk."""
     config = HiSparseConfig(
         tlif={"prefix_length": 8},
-        prefill={"mode": "recall", "recall_max_tokens": CHUNK - 1},
+        prefill={"mode": "recall", "recall_max_tokens": most},
         selection={"root_factor": 0.0, **selection},
     )
     geometry = Geometry(1, HEADS, DIM, torch.float32, config)
@@ -37,8 +37,9 @@ def filled(**selection: Any) -> tuple[LayerStore, Sequence, tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("tokens", [8, 40, 10_000])
-def test_a_long_chunk_attends_to_kept_tokens_and_the_rows_chosen_for_it(tokens: int) -> None:
-    store, sequence, (q, k, v) = filled(min_tokens=tokens)
+@pytest.mark.parametrize("most", [CHUNK - 1, CHUNK], ids=["long", "short"])
+def test_a_chunk_attends_to_kept_tokens_and_the_rows_chosen_for_it(tokens: int, most: int) -> None:
+    store, sequence, (q, k, v) = filled(most, min_tokens=tokens)
     view = sequence.view(CPU)
     found = store.attend(q, k, v, 0, view, 0.3)
     every = torch.tensor(sequence.rows)

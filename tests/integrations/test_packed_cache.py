@@ -72,7 +72,8 @@ def test_attention_of_a_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def long_prefill_recalls(**selection: Any) -> HiSparseConfig:
-    return settings_of(selection={"min_tokens": 12, "root_factor": 0.0, **selection}, prefill={"mode": "recall"})
+    selection = {"min_tokens": 12, "root_factor": 0.0, **selection}
+    return settings_of(selection=selection, prefill={"mode": "recall", "choose": "token"})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,9 @@ def long_prefill_recalls(**selection: Any) -> HiSparseConfig:
         long_prefill_recalls(),
         long_prefill_recalls(sketch_bits=1, rows="device"),
         long_prefill_recalls(row_size=5),
-        settings_of(selection={"min_tokens": 12, "root_factor": 0.0}, prefill={"recall_max_tokens": 10}),
+        settings_of(
+            selection={"min_tokens": 12, "root_factor": 0.0}, prefill={"recall_max_tokens": 10, "choose": "token"}
+        ),
     ],
     ids=["recall", "one bit on the device", "rows of five", "full prefill, short questions recall"],
 )

@@ -23,7 +23,7 @@ from hisparse.vtq.stats import ChannelStats, estimate_stats
 # Queries that are scored and recalled together when a chunk attends token by token: bounds the memory of the gathered
 # rows.
 QUERY_TILE = 16
-# Rows that a long chunk recalls for all its queries together, in multiples of what one decode step recalls.
+# Rows that a chunk recalls for all its queries together, in multiples of what one decode step recalls.
 CHUNK_BUDGET = 4
 
 
@@ -110,7 +110,9 @@ class LayerStore:
             packed = [*kept, Packed(self.rows.read(chosen, self.device), self.row_format)]
             self.recalled.count(1, len(chosen), row_size, self.row_format.page_bytes)
             return attend(q, k, v, dense_k, dense_v, packed, self.stats, scaling)
-        if chunk > self.geometry.config.prefill.recall_max_tokens:
+        prefill = self.geometry.config.prefill
+        # Choosing once is cheaper from a few tokens on; a long chunk has no other way.
+        if chunk > prefill.recall_max_tokens or (prefill.choose == "chunk" and chunk > CHUNK_BUDGET):
             return self._attend_by_choice(q, k, v, dense_k, dense_v, kept, view, CHUNK_BUDGET * wanted, scaling)
         return self._attend_token_by_token(q, k, v, dense_k, dense_v, kept, view.rows, wanted, scaling)
 

@@ -84,6 +84,28 @@ def test_at_every_width(bits, monkeypatch):  # type: ignore[no-untyped-def]
         check(case, run_cuda(case, monkeypatch))
 
 
+def test_what_it_hands_on(monkeypatch):  # type: ignore[no-untyped-def]
+    """Shapes that need more warps than have registers, and what it has no code for."""
+    from hisparse.ops.decode import cuda
+
+    monkeypatch.setattr(cuda, "can_run", lambda index: True)
+
+    def serves(heads=4, dim=128, tokens=8, queries=2, dtype=torch.bfloat16, split="rope", mass=False, **options):  # type: ignore[no-untyped-def]
+        case = make_case(
+            dtype, heads, queries, dim, tokens, split="rope", counts=(1,), rows=None, lengths=(1,), **options
+        )
+        return cuda.supports(case.q, case.dense_k, case.kept, case.recalled, case.stats, case.extra_logit, mass, split)
+
+    yes = [{}, {"heads": 8}, {"heads": 4, "tokens": 64}, {"dim": 256, "heads": 8}, {"heads": 3}]
+    no = [
+        {"heads": 8, "tokens": 64}, {"dim": 256, "heads": 16}, {"heads": 17}, {"dtype": torch.float32}, {"split": None},
+        {"split": "peaks"}, {"dim": 96, "group": 96}, {"queries": 9}, {"bits": (6, 5)}, {"extra": 2}, {"raw": True},
+        {"tokens": 32, "mass": True}, {"tokens": 2}, {"group": 32},
+    ]  # fmt: skip
+    assert [options for options in yes if not serves(**options)] == []
+    assert [options for options in no if serves(**options)] == []
+
+
 @needs_gpu
 def test_pages_inside_wider_rows(monkeypatch):  # type: ignore[no-untyped-def]
     case = make_case(torch.bfloat16, 2, 4, 128, 8, split="rope", counts=(50, 3), rows=(9, 0), lengths=(5, 1))

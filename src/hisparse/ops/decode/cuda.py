@@ -41,10 +41,14 @@ def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:
     return max(16 * tiles // tokens * replace(fmt, tokens=tokens).page_bytes for tokens in sizes)
 
 
+def _warps(fmt: PageFormat) -> int:
+    """Warps of a block whose registers hold what a warp has to remember."""
+    return 16 if fmt.head_dim <= 128 else 8
+
+
 def default_tuning(fmt: PageFormat, sizes: list[int]) -> Tuning:
     """As many warps as have registers, and stages that fill shared memory."""
-    warps = 16 if fmt.head_dim <= 128 else 8
-    tiles = max(1, min(warps // fmt.heads, 8))
+    tiles = max(1, min(_warps(fmt) // fmt.heads, 8))
     while any(16 * tiles % tokens for tokens in sizes):
         tiles += 1
     return Tuning(tiles, max(2, min(8, (SHARED - 4096) // _stage(fmt, tiles, sizes))))
@@ -94,6 +98,8 @@ def supports(
         and first.heads <= 16
         and all(f.tokens in (4, 8, 16, 32, 64) and f.tokens <= most for f in formats)
         and dense_k.shape[2] <= MOST_SLOTS
+        # A stage of whole large pages may take more warps than have registers.
+        and first.heads * default_tuning(first, [4, *(f.tokens for f in formats)]).tiles <= 5 * _warps(first) // 4
     )
 
 

@@ -32,15 +32,38 @@ def sample(llm: Any, ids: list[int]) -> list[list[list[int]]]:
     return generate(llm, [ids[2000:2300]], 70, n=3, temperature=0.9, seed=7)
 
 
+def follow(llm: Any, ids: list[int]) -> list[list[int]]:
+    """While a request decodes across a block's end, others arrive that begin with all it has said so far.
+
+    One of them meets the block in the very step that fills it. Returns the tokens of all, the first request's first.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    longer = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    first, begun = ids[500:559], 1
+    engine.add_request("0", {"prompt_token_ids": first}, longer)
+    said: dict[str, list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            said[output.request_id] = list(output.outputs[0].token_ids)
+        known = said.get("0", [])
+        if len(known) == begun < 12:
+            engine.add_request(str(begun), {"prompt_token_ids": [*first, *known, 7]}, greedy)
+            begun += 1
+    return [said[str(number)] for number in range(begun)]
+
+
 @pytest.fixture(scope="module")
 def stock(ids: list[int]) -> dict[str, Any]:
     with engine(None) as llm:
-        return {**ask(llm, ids), "samples": sample(llm, ids)}
+        return {**ask(llm, ids), "samples": sample(llm, ids), "follow": follow(llm, ids)}
 
 
 def test_same_tokens(stock: dict[str, Any], ids: list[int]) -> None:
     with engine(SMALL, block_tokens=BLOCK) as llm:
-        found = {**ask(llm, ids), "samples": sample(llm, ids)}
+        found = {**ask(llm, ids), "samples": sample(llm, ids), "follow": follow(llm, ids)}
         hits = metric(llm, "vllm:prefix_cache_hits")
     assert found == stock
     assert hits > 0

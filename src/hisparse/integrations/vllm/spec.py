@@ -3,32 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hisparse.integrations.vllm.compat import (
     AttentionSpec,
+    FullAttentionManager,
     FullAttentionSpec,
     KVCacheSpec,
     KVCacheSpecRegistry,
     SingleTypeKVCacheManager,
     VllmConfig,
+    replace_as,
 )
 from hisparse.integrations.vllm.layout import BlockLayout
 
 
-def packed_spec(spec: FullAttentionSpec, layout: BlockLayout) -> FullAttentionSpec:
+@dataclass(frozen=True, kw_only=True)
+class PackedSpec(FullAttentionSpec):  # type: ignore[misc]
+    """A full-attention layer whose blocks are packed when they are full."""
+
+
+class PackedManager(FullAttentionManager):  # type: ignore[misc]
+    """Lets a block be found in the prefix cache once the step that fills it is over.
+
+    vLLM's manager offers a block as soon as the step is scheduled: another request of the same step may then read what
+    is still being written. Keys and values written token by token stand that; a block that is packed when it is full
+    does not.
+    """
+
+    def __init__(self, kv_cache_spec: PackedSpec, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.requests: dict[str, Any] = {}
+
+    def cache_blocks(
+        self, request: Any, num_tokens: int, retention_interval: int | None = None, *, replay_boundaries: Sequence[int]
+    ) -> None:
+        self.requests[request.request_id] = request
+        done = min(num_tokens, int(request.num_computed_tokens))
+        super().cache_blocks(request, done, retention_interval, replay_boundaries=replay_boundaries)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[Any]:
+        request = self.requests.pop(request_id, None)
+        if request is not None and self.enable_caching and request_id in self.req_to_blocks:
+            done = min(int(request.num_computed_tokens), int(request.num_tokens))
+            super().cache_blocks(request, done, replay_boundaries=())
+        blocks: list[Any] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+
+def packed_spec(spec: FullAttentionSpec, layout: BlockLayout) -> PackedSpec:
     """The spec of a full-attention layer whose blocks are opaque bytes of `layout`."""
-    return replace(
+    packed: PackedSpec = replace_as(
         spec,
+        PackedSpec,
         block_size=layout.tokens,
         dtype=torch.uint8,
         num_head_slots=1,
         tokens_per_state=layout.tokens,
         state_content_bytes=layout.block_bytes,
     )
+    return packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +190,9 @@ class RingManager(SingleTypeKVCacheManager):  # type: ignore[misc]
 
 
 def register_specs() -> None:
-    """Tell vLLM which manager serves rings; calling it again changes nothing."""
+    """Tell vLLM which managers serve packed blocks and rings; calling it again changes nothing."""
     KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(PackedSpec, PackedManager, uniform_type_base_spec=FullAttentionSpec)
     KVCacheSpecRegistry.register(RingSpec, RingManager, uniform_type_base_spec=RingSpec)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from hisparse.bench.measure import check, event_ms
 from hisparse.bench.past import Past
 from hisparse.bench.results import make_row
 from hisparse.bench.shapes import SHAPES
+from hisparse.bench.twins import name_of
 from hisparse.ops.attend import Packed, chunk_samples
 
 TOLERANCE = 1.2e-2  # of the bfloat16 output, against float64
+LOST = 0.03  # of the rows that the reference chooses, which float16 keys may change for others as good
 CHECKED = 48  # queries that are checked
 
 
@@ -43,7 +47,7 @@ def dense_calls(past: Past, q: Tensor, k: Tensor, v: Tensor, context: int) -> di
     def cudnn() -> None:
         grouped = q.reshape(k.shape[0], -1, q.shape[2])
         sliced.partial_attention(grouped, keys[:, :before], values[:, :before], past.scaling, "cudnn")
-        sliced.causal_attention(q, k, v, past.scaling, "cudnn")
+        sliced.causal_attention(q, k, v, past.scaling, "flash")
 
     # The causal mask of this operation is aligned to the lower right, as torch.nn.attention.bias uses it.
     return {
@@ -74,15 +78,18 @@ def run(
         shared = {"capacity": round(past.capacity, 2), "dense_ms": dense["flash"], "chunk": chunk}
         shared |= {"dense_cudnn_ms": round(dense["cudnn"], 4)}
 
-        def attend(packed: list[Packed], library: Any = None, past: Past = past) -> Tensor:
-            return sliced.attend(q, k, v, past.dense_k, past.dense_v, packed, layer.stats, past.scaling, library)
+        def attend(packed: list[Packed], library: Any = None, causal: Any = None, past: Past = past) -> Tensor:
+            stats, scaling = layer.stats, past.scaling
+            return sliced.attend(q, k, v, past.dense_k, past.dense_v, packed, stats, scaling, library, causal)
 
         where = "scattered rows" if scattered else "adjacent rows"
-        for library in (None, "flash"):
+        for library, causal in ((None, None), (None, "cudnn"), ("flash", None)):
             packed = past.everything()
-            error = check(f"prefill {name}", error_of(past, packed, q, k, v, attend(packed, library)), TOLERANCE)
-            ms = event_ms(lambda p=packed, x=library, f=attend: f(p, x))  # type: ignore[misc]
+            found = attend(packed, library, causal)
+            error = check(f"prefill {name}", error_of(past, packed, q, k, v, found), TOLERANCE)
+            ms = event_ms(lambda p=packed, x=library, y=causal, f=attend: f(p, x, y))  # type: ignore[misc]
             used = library or sliced.choose_library(q, chunk)
+            used += f", itself {causal}" if causal else ""
             yield make_row(
                 "prefill-full", name, context, ms, what=f"chunk {chunk}, {where}, {used}", error=error,
                 bytes=past.row_bytes, pinned_fraction=round(past.row_bytes / pinned / ms * 1e3, 3), **shared,
@@ -96,21 +103,23 @@ def _recall(
     name: str, past: Past, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], budgets: list[int],
     shared: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
+    from hisparse.ops.attend import coordinates, reference
     from hisparse.ops.attend import triton as sliced
 
     sample = q[:, chunk_samples(q.shape[1]).to(q.device)]
     context, chunk = past.context, q.shape[1]
-    for times in budgets:
+    for times, module in itertools.product(budgets, (sliced, coordinates)):
         count = min(past.rows, times * past.config.selection.budget(context) // past.row_format.tokens)
-
-        def choose(count: int = count) -> Tensor:
-            return sliced.select_for_chunk(sample, past.codes, past.scales, past.layer.stats, past.scaling, count)
-
+        sketches = (sample, past.codes, past.scales, past.layer.stats, past.scaling, count)
+        choose = partial(module.select_for_chunk, *sketches)
         rows = choose()
+        best = set(reference.select_for_chunk(*sketches).tolist())
+        check(f"selection for a chunk {name}", 1 - len(best & set(rows.tolist())) / count, LOST)
         packed = past.chosen(rows)
         error = check(f"prefill recall {name}", error_of(past, packed, q, k, v, attend(packed)), TOLERANCE)
-        ms = event_ms(lambda choose=choose: attend(past.chosen(choose())))  # type: ignore[misc]
+        ms = event_ms(lambda f=choose: attend(past.chosen(f())))  # type: ignore[misc]
         yield make_row(
-            "prefill-recall", name, context, ms, what=f"chunk {chunk}, {times} x the decode budget", error=error,
+            "prefill-recall", name, context, ms, error=error,
+            what=f"chunk {chunk}, {times} x the decode budget, by {name_of(module)}",
             bytes=count * past.row_format.page_bytes, rows=count, select_ms=round(event_ms(choose), 4), **shared,
         )  # fmt: skip

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from engine_tools import MIB, capacity, engine, generate, metric, runtime
 
+from hisparse.errors import ConfigError
 from hisparse.evaluate.needles import NeedleContext, build_contexts, prompt_parts
 
 LONG = 32768
@@ -24,6 +25,9 @@ def test_the_scheduler_sees_nine_times_the_tokens() -> None:
     with engine({}, memory, **longer) as llm:
         ours = capacity(llm)
         layout = runtime().layout
+        with pytest.raises(ConfigError, match="--num-gpu-blocks-override"):
+            runtime().check_host(1000, free=1000 * layout.host_block_bytes)
+        runtime().check_host(1000, free=31 * 1000 * layout.host_block_bytes)
     assert ours >= 9 * stock, (ours, stock, layout)
     assert layout.other.rows * layout.row.tokens + layout.other.pages * layout.page.tokens == layout.tokens
 

@@ -117,6 +117,11 @@ class RingLayer(AttentionLayerBase):  # type: ignore[misc]
         self.runtime, self.num_heads = runtime, num_heads
         self.kv_cache = torch.tensor([])
 
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Called when vLLM has decided how many blocks there are, before the server says that it is ready."""
+        super().bind_kv_cache(kv_cache)
+        self.runtime.check_host(len(kv_cache))
+
     def get_attn_backend(self) -> type[Any]:
         return _RingBackend
 

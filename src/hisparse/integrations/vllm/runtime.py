@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +107,21 @@ class Runtime:
             raise ConfigError(
                 f"layers of {self.layout.heads} x {self.layout.head_dim} and of {heads} x {head_dim} KV heads in one "
                 "model: HiSparse holds models whose layers are alike; use a stock --attention-backend"
+            )
+
+    def check_host(self, blocks: int, free: int | None = None) -> None:
+        """Raise ConfigError where the rows of so many blocks do not fit the host's free memory in bytes (`free`)."""
+        if not self.layout.host_block_bytes:
+            return
+        one = self.layout.host_block_bytes * len(self.layers)
+        _, ranks = _rank()
+        free = free_memory() if free is None else free
+        if free is not None and blocks * one * ranks > free:
+            fit = int(0.9 * free / (one * ranks))
+            raise ConfigError(
+                f"{blocks} blocks set aside {blocks * one * ranks / 2**30:.1f} GiB in host memory, of which "
+                f"{free / 2**30:.1f} GiB are free; say --num-gpu-blocks-override {fit}, lower --kv-cache-memory-bytes, "
+                'or keep rows on the device (selection.rows = "device")'
             )
 
     # -- one step --------------------------------------------------------------------------------------------------
@@ -291,6 +307,16 @@ class Runtime:
         after = chunk.past + chunk.length
         position = torch.arange(after - number, after, device=device)[None]
         memory.write(ring_place(self.layout, ring, lead, position)[0], k[-number:], v[-number:])
+
+
+def free_memory() -> int | None:
+    """Bytes of host memory that can be had without swapping; None where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
 
 
 def _rank() -> tuple[int, int]:

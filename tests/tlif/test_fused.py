@@ -43,13 +43,17 @@ def weights_of(network: Tlif) -> object:
     prefix=st.sampled_from([1, 16, 128, 192]),
     tokens=st.integers(0, 200),
     past=st.integers(0, 192),
+    queries=st.sampled_from([64, 128]),
     seed=st.integers(0, 2**31),
 )
-def test_importance_is_the_networks(features: int, prefix: int, tokens: int, past: int, seed: int) -> None:
+def test_importance_is_the_networks(
+    features: int, prefix: int, tokens: int, past: int, queries: int, seed: int
+) -> None:
+    queries = 64 if queries + prefix > 256 else queries
     past = min(past, prefix)
     network, rows = network_and_rows(features, past + tokens, seed)
     recent, values = rows[:past], rows[past:]
-    found = weights_of(network).importance(values.to(DEVICE), recent.to(DEVICE), prefix)  # type: ignore[attr-defined]
+    found = weights_of(network).importance(values.to(DEVICE), recent.to(DEVICE), prefix, queries)  # type: ignore[attr-defined]
     torch.testing.assert_close(found.cpu().double(), exact(network, values, recent, prefix), rtol=0, atol=2e-6)
 
 
@@ -64,7 +68,7 @@ def test_rows_of_zeros_and_single_rows_have_importance_too() -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="the scorer takes the kernel on a GPU only")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scoring_on_the_gpu_in_pieces_is_scoring_at_once_on_the_cpu(dtype: torch.dtype) -> None:
-    network, rows = network_and_rows(128, 3000, 2)
+    network, rows = network_and_rows(512, 3000, 2)
     scorer, rows = TlifScorer(network, 128), rows.to(dtype)
     want, _ = scorer.score(rows, None)
     state, parts = None, []
@@ -74,9 +78,9 @@ def test_scoring_on_the_gpu_in_pieces_is_scoring_at_once_on_the_cpu(dtype: torch
     torch.testing.assert_close(torch.cat(parts).cpu(), want, rtol=0, atol=1e-5)
 
 
-def test_only_bfloat16_rows_windows_and_layers_that_fit_are_taken() -> None:
-    rows = torch.zeros(1, 8, dtype=torch.bfloat16)
-    assert fused.serves(rows, 192, 128)
-    assert not fused.serves(rows, 193, 128)
-    assert not fused.serves(rows, 128, 129)
-    assert not fused.serves(rows.float(), 128, 128)
+def test_only_rows_and_windows_that_were_checked_are_taken() -> None:
+    rows = torch.zeros(1, 512, dtype=torch.bfloat16)
+    assert fused.serves(rows, 192)
+    assert not fused.serves(rows, 193)
+    assert not fused.serves(rows[:, :128], 128)
+    assert not fused.serves(rows.float(), 128)

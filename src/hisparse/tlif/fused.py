@@ -1,6 +1,6 @@
 """TLIF on a GPU in one pass over the rows: window statistics, both layers and the sigmoid without work space.
 
-A program takes 128 or 64 tokens and the rows that their windows cover. Products of bfloat16 rows are exact in float32;
+A program takes 64 tokens and the rows that their windows cover. Products of bfloat16 rows are exact in float32;
 weights of a window's mean and of the first layer are split in two and three bfloat16 parts, so that the matrix units
 compute them to 16 and 24 bits. Rows of other dtypes and longer windows are left to plain torch.
 """
@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
-SPAN = 256  # rows that a program looks at: its queries and their windows
-QUERIES = (128, 64)  # of a program; as many as leave room for the window
-LONGEST = SPAN - QUERIES[-1]  # rows of a window
+QUERIES = 64  # tokens a program
+LONGEST = 256 - QUERIES  # rows of a window
 FEATURES = 32  # of a row at a time
-WIDEST = 128  # units of the first layer, whose weights lie in shared memory
+SERVED = frozenset({512})
+"""Values of a row that the kernel takes unasked: those that it has been checked with on a GPU."""
 NORM_ROWS = 16
 # The interpreter multiplies bfloat16 as the whole numbers of their bits.
 OPERAND = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
@@ -131,8 +131,11 @@ class FusedWeights:
         self.bias, self.second = padded(first_bias), padded(second[0])
         self.second_bias = float(second_bias)
 
-    def importance(self, values: Tensor, recent: Tensor, prefix: int) -> Tensor:
-        """float32 [T] of values bfloat16 [T, F] that follow recent [R <= prefix, F]; prefix at most LONGEST."""
+    def importance(self, values: Tensor, recent: Tensor, prefix: int, queries: int = QUERIES) -> Tensor:
+        """float32 [T] of values bfloat16 [T, F] that follow recent [R <= prefix, F].
+
+        queries: tokens a program, 64 or 128; with the window's rows at most 256.
+        """
         tokens, past = len(values), len(recent)
         out = torch.empty(tokens, dtype=torch.float32, device=values.device)
         if not tokens:
@@ -142,17 +145,15 @@ class FusedWeights:
         _norms[(-(-len(rows) // NORM_ROWS),)](
             rows, norm, len(rows), self.features, triton.next_power_of_2(self.features), NORM_ROWS
         )
-        # Wide first layers (few features) take the shared memory that the larger tile would need.
-        queries = next(n for n in QUERIES[self.hidden > 32 :] if n + prefix <= SPAN)
         options: dict[str, Any] = {} if INTERPRET else {"num_warps": 8, "num_stages": 2}
         _importance[(-(-tokens // queries),)](
             rows, norm, self.first, self.statistics, self.bias, self.second, out, past, tokens, prefix,
-            self.second_bias, self.features, SPAN, self.hidden, queries, FEATURES,
+            self.second_bias, self.features, triton.next_power_of_2(prefix + queries), self.hidden, queries, FEATURES,
             **options,
         )  # fmt: skip
         return out
 
 
-def serves(values: Tensor, prefix: int, hidden: int) -> bool:
-    """True for rows, windows and first layers (`hidden` units) that the kernel takes."""
-    return values.dtype == torch.bfloat16 and 0 < prefix <= LONGEST and hidden <= WIDEST
+def serves(values: Tensor, prefix: int) -> bool:
+    """True for rows and windows that the kernel takes."""
+    return values.dtype == torch.bfloat16 and values.shape[1] in SERVED and 0 < prefix <= LONGEST

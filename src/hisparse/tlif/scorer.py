@@ -99,7 +99,7 @@ class TlifScorer:
             return None
         from hisparse.tlif.fused import FusedWeights, serves
 
-        if not serves(values, self.prefix_length, self._on(device)[0].shape[0]):
+        if not serves(values, self.prefix_length):
             return None
         if device not in self._kernel:
             self._kernel[device] = FusedWeights(*self._on(device))

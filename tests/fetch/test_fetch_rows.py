@@ -162,9 +162,7 @@ def test_cuda_sources_compile(threads: int, entries: int, slots: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_rows_take_several_tiles(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "ENTRIES", 128)
-    monkeypatch.setattr(triton, "SLOTS", 128)
-    monkeypatch.setattr(triton, "MOVERS", 7)
+    monkeypatch.setattr(triton, "TILE", 128)
     source, bytes_ = host_of(2000, 16, 512)
     hot, model = HotBuffer.empty((700,), 16, 2000, DEVICE), Model(0, 700)
     make = torch.Generator().manual_seed(3)

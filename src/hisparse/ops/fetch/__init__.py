@@ -7,8 +7,8 @@ graph.
 
 Replacement is least recently used, told apart up to AGES steps. Neighbouring steps share most of their rows, and a row
 comes back after a pause as well; of the orders that need no list on the device, the time of the last use keeps such
-rows longest. Which age makes room for all missing rows is found by counting slots, three ages a round: nothing is
-sorted. Ties go to the lower slot, so that the same calls give the same slots.
+rows longest. Which age makes room for all missing rows is found by counting the slots of each age: nothing is sorted.
+Ties go to the lower slot, so that the same calls give the same slots.
 """
 
 from __future__ import annotations

@@ -50,16 +50,13 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -
 
 
 def held_rows(hot: HotBuffer, width: int) -> tuple[Tensor, Tensor]:
-    """See :func:`hisparse.ops.fetch.held_rows`."""
-    table = torch.zeros(len(hot.sizes), width, dtype=torch.int32, device=hot.owner.device)
-    count = torch.zeros(len(hot.sizes), dtype=torch.int32, device=hot.owner.device)
-    start = 0
-    for i, size in enumerate(hot.sizes):
-        slots = start + (hot.owner[start : start + size] >= 0).nonzero().flatten()
-        table[i, : len(slots)] = slots.int()
-        count[i] = len(slots)
-        start += size
-    return table, count
+    """See :func:`hisparse.ops.fetch.held_rows`. Every shape is static, so this serves the kernels' twins as well."""
+    batch, slots = len(hot.sizes), len(hot.owner)
+    slot = hot.first[:-1, None] + torch.arange(width, dtype=torch.int32, device=hot.first.device)
+    used = (slot < hot.first[1:, None]) & (hot.owner[slot.clamp_max(slots - 1).long()] >= 0)
+    place = torch.where(used, used.cumsum(1) - 1, width)
+    table = slot.new_zeros(batch, width + 1).scatter_(1, place, slot)[:, :width].contiguous()
+    return table, used.sum(1, dtype=torch.int32)
 
 
 def gather_rows(source: HostRows, rows: Tensor, number: Tensor | None) -> Tensor:

@@ -7,7 +7,9 @@
 
     {"kv", "shape", "context", "batch", "ms_per_token", "prefill_s", "kv_tokens", "gpu_kv_bytes", "host_bytes"}
 
-With `--needles` (a real model) every row is preceded by facts asked for in documents of a context's length.
+With `--claim` nothing is prefilled but a prompt's last tokens: `prefill_s` then says little, and rates at a million
+tokens can be measured in a minute. With `--needles` (a real model) every row is preceded by facts asked for in
+documents of a context's length.
 """
 
 from __future__ import annotations
@@ -29,6 +31,18 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 SHAPES: dict[str, dict[str, Any]] = {
     "glm4-9b-1m": {"hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 4},
     "llama3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8},
+}
+CLAIMS = {
+    "hisparse": {
+        "kv_connector": "HiSparseClaims",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "hisparse.integrations.vllm.claims",
+    },
+    "stock": {
+        "kv_connector": "DecodeBenchConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"fill_std": 1.0, "startup_fill": True},
+    },
 }
 VOCABULARY = 32000
 STEPS = 64
@@ -78,6 +92,8 @@ def start(kv: str, arguments: argparse.Namespace) -> Any:
         options.update(attention_backend="CUSTOM", additional_config={"hisparse": file or {}})
     elif kv != "stock":
         options["kv_cache_dtype"] = kv
+    if arguments.claim:
+        options["kv_transfer_config"] = CLAIMS["hisparse" if kv.startswith("hisparse") else "stock"]
     return LLM(**options)
 
 
@@ -160,6 +176,7 @@ def main() -> None:
     parser.add_argument("--kv-memory", type=int, help="bytes of the KV pool; on a CPU it has to be given")
     parser.add_argument("--blocks", type=int, help="HiSparse's blocks, where the host pool is what limits them")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
+    parser.add_argument("--claim", action="store_true", help="no prefill: random KV stands for the prompt's")
     parser.add_argument("--needles", nargs="*", type=Path, default=[], help="texts to hide facts in")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

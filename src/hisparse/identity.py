@@ -64,7 +64,7 @@ class ModelIdentity:
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
             vocab_size=int(weight.shape[0]),
-            sample=_sample(weight.detach()),
+            sample=embedding_sample(weight.detach()),
         )
 
     @property
@@ -131,7 +131,7 @@ class ModelIdentity:
 _DIMENSIONS = ("model_type", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "vocab_size")
 
 
-def _sample(weight: torch.Tensor) -> tuple[float, ...]:
+def embedding_sample(weight: torch.Tensor) -> tuple[float, ...]:
     """256 entries of the embedding [V, H] at fixed strides of rows and columns."""
     rows, columns = weight.shape
     steps = torch.arange(SAMPLES, device=weight.device)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_tools import MIB, RAW, engine, generate, metric
+from engine_tools import RAW, engine, generate, metric
 
 SMALL = {**RAW, "tlif": {"prefix_length": 24}}
 # Blocks of 64 tokens and a tail of 24, so that requests cross many blocks and rings turn over.
@@ -16,12 +16,13 @@ BLOCK = 64
 
 
 def ask(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """What is compared: many lengths at once, and prompts with a common beginning."""
+    """What is compared: many lengths at once, prompts with a common beginning, and a few that grow side by side."""
     lengths = (1, 2, 63, 64, 65, 128, 200, 511, 700)
     batch = [ids[37 * i : 37 * i + length] for i, length in enumerate(lengths)]
     document = ids[1000:1400]
     return {
         "batch": generate(llm, batch, 48),
+        "crowd": generate(llm, [ids[300 * i : 300 * i + 100] for i in range(3)], 100),
         "first": generate(llm, [document + ids[:9]], 12),
         "again": generate(llm, [document + ids[:9], document + ids[50:90], document[:130] + ids[:7]], 12),
     }
@@ -71,7 +72,8 @@ def test_same_tokens(stock: dict[str, Any], ids: list[int]) -> None:
 
 def test_same_tokens_in_small_chunks_and_a_tight_pool(stock: dict[str, Any], ids: list[int]) -> None:
     """Prompts are read 96 tokens a step beside decoding ones, and the pool is too small for all: some are preempted."""
-    with engine(SMALL, memory=110 * MIB, block_tokens=BLOCK, max_num_batched_tokens=96, max_model_len=1024) as llm:
+    tight = {"max_num_batched_tokens": 96, "max_model_len": 768, "num_gpu_blocks_override": 15}
+    with engine(SMALL, block_tokens=BLOCK, **tight) as llm:
         found = ask(llm, ids)
         preempted = metric(llm, "vllm:num_preemptions")
     assert found == {name: stock[name] for name in found}

@@ -254,3 +254,17 @@ def test_the_target_is_met_where_the_context_allows_it() -> None:
         layout = choose_layout(HiSparseConfig(), heads, dim, torch.bfloat16, context)
         assert layout.capacity(context) >= 9
         assert layout.other.pages * layout.page.tokens >= 0.05 * layout.tokens
+
+
+@pytest.mark.parametrize("name", ["host", "device", "raw"])
+def test_a_pool_filled_with_random_blocks_can_be_read(name: str) -> None:
+    """What benchmarks of decoding read: every block valid, whoever gets it."""
+    from hisparse.integrations.vllm.filling import fill
+
+    engine = Engine(settings_of(name))
+    fill(engine.memory)
+    request = Request(k=[torch.zeros(640, HEADS, DIM)], v=[torch.zeros(640, HEADS, DIM)], past=640, ring=[0] * 10)
+    for _ in range(30):
+        found, _ = engine.decode([request])
+        assert bool(found.isfinite().all())
+    assert float(found.norm()) > 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.identity import ModelIdentity, _sample
+from hisparse.identity import ModelIdentity, embedding_sample
 from hisparse.integrations.vllm.options import Options
 from hisparse.tlif import Scorer, scorer_for
 from hisparse.tlif.scorer import NoveltyScorer, RandomScorer
@@ -63,7 +63,7 @@ def identify(vllm_config: Any) -> ModelIdentity | None:
         kv_heads=int(model.get_total_num_kv_heads()),
         head_dim=int(model.get_head_size()),
         vocab_size=int(weight.shape[0]),
-        sample=_sample(weight),
+        sample=embedding_sample(weight),
     )
 
 

@@ -48,6 +48,7 @@ class LayerMemory:
         self.blocks_at = blocks.data_ptr()
         self.stats, self.order = None if stats is None else stats.to(blocks.device), order
         flat = blocks.view(torch.uint8).as_strided((len(blocks), layout.block_bytes), (layout.block_bytes, 1))
+        self.blocks = flat
         slots = max(layout.ring_tokens, layout.head)
         dense = flat[:, : slots * layout.token_bytes].view(layout.dtype)
         self.dense = dense.view(len(blocks), slots, 2, layout.heads, layout.head_dim)

@@ -1,0 +1,109 @@
+"""Decode attention in CUDA C++, in the emulator, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import decode_oracle
+import pytest
+import torch
+from decode_oracle import Case, check, make_case
+
+from emulator import EmulatedKernel
+from hisparse.ops.decode import DecodeResult
+
+cuda = pytest.importorskip("hisparse.ops.decode.cuda")
+COMMON = {"heads": 4, "queries": 8, "dim": 128, "tokens": 8, "group": 64, "split": "rope"}
+
+
+class Combine:
+    """What follows the kernel, in plain torch: parts and their log2-sum-exp into one."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._combine
+
+    @staticmethod
+    def _combine(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *rest: Any) -> None:
+        top = part_lse.amax(-1)
+        weight = torch.exp2(part_lse - top.clamp_min(-1e30)[..., None])
+        total = weight.sum(-1)
+        sums = torch.where((weight > 0)[..., None], part * weight[..., None], 0.0).sum(2)
+        out.copy_(sums / total.clamp_min(1e-30)[..., None])
+        lse.copy_((top + total.log2()) * 0.6931471805599453)
+
+
+@pytest.fixture(name="run")
+def _run(emulate: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DecodeResult]:
+    emulate(cuda, can_run=lambda index: True, _multiprocessors=lambda index: 5, combine=Combine())
+    plain = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *size: Any, **kwargs: Any) -> torch.Tensor:
+        out = plain(self, *size, **kwargs)
+        return out.fill_(float("nan")) if out.dtype.is_floating_point else out
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+
+    def decode(case: Case, seed: int, mass: bool = False, split: str = "rope", tuning: Any = None) -> DecodeResult:
+        EmulatedKernel.seed = seed
+        assert cuda.supports(case.q, case.dense_k, case.kept, case.recalled, case.stats, None, mass, split)
+        result: DecodeResult = cuda.decode_attention(*case.arguments(), None, None, mass, split, tuning)
+        return result
+
+    return decode
+
+
+@pytest.mark.parametrize(("dtype", "mass"), [(torch.bfloat16, False), (torch.float16, True)], ids=str)
+def test_at_the_common_shape(dtype: torch.dtype, mass: bool, run: Any) -> None:
+    case = make_case(dtype, **COMMON, counts=(37, 0, 5), rows=(2, 0, 17), lengths=(37, 0, 3))
+    check(case, run(case, 1, mass), page_mass=mass)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "heads", "queries", "tokens", "split", "bits"),
+    [
+        (64, 64, 2, 7, 8, "rope", (5, 5)), (128, 128, 1, 8, 16, "never", (5, 4)), (128, 64, 5, 1, 4, "rope", (4, 5)),
+        (256, 64, 1, 4, 8, "never", (5, 5)), (256, 256, 2, 5, 4, "rope", (5, 5)), (64, 64, 3, 3, 32, "never", (4, 4)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_at_every_shape(dim, group, heads, queries, tokens, split, bits, run) -> None:  # type: ignore[no-untyped-def]
+    counts = (1, 60 // tokens)
+    case = make_case(
+        torch.float16, heads, queries, dim, tokens, bits, group, split, counts=counts, rows=(9, 1), lengths=(5, 1)
+    )
+    mass = tokens <= 16
+    check(case, run(case, 2, mass, split), page_mass=mass)
+
+
+def test_long_shares_in_any_order(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of more stages than the pipeline is deep, warps and copies in different orders: the same result."""
+    case = make_case(torch.bfloat16, **COMMON, counts=(301,), rows=(70,), lengths=(148,))
+    want = decode_oracle.expected(case)
+    monkeypatch.setattr(decode_oracle, "expected", lambda case: want)
+    for tuning, seeds in ((None, range(4)), (cuda.Tuning(3, 2), range(4, 8))):
+        for seed in seeds:
+            check(case, run(case, seed, tuning=tuning))
+
+
+def test_a_ring_that_is_too_short_is_found(run: Any, altered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warps that run ahead overwrite page ids that others still need."""
+    altered("decode/decode.cu", "constexpr int RING = 16;", "constexpr int RING = 4;")
+    altered("decode/decode.cu", 'static_assert(STAGES + 2 <= RING, "too many stages");', "")
+    case = make_case(torch.bfloat16, **COMMON, counts=(301,), rows=None, lengths=(1,))
+    want = decode_oracle.expected(case)
+    monkeypatch.setattr(decode_oracle, "expected", lambda case: want)
+
+    def try_orders() -> None:
+        for seed in range(10):
+            check(case, run(case, seed))
+
+    with pytest.raises(AssertionError):
+        try_orders()
+
+
+def test_a_stage_that_is_not_waited_for_is_found(run: Any, altered: Any) -> None:
+    altered("decode/decode.cu", "barrier_wait(full + 8 * stage, parity);", "")
+    case = make_case(torch.bfloat16, **COMMON, counts=(60,), rows=None, lengths=(1,))
+    with pytest.raises(AssertionError):
+        check(case, run(case, 0))

@@ -1,0 +1,122 @@
+"""The scan and the selection in CUDA C++, in the emulator, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_scan_kernels import chosen_sets, expected_worth, make_case, make_worth
+
+from emulator import EmulatedKernel
+from hisparse.ops.scan import cuda as twin
+from hisparse.ops.scan import reference as plain
+
+SMALL = twin.Tuning(warps=3, stages=2)
+
+
+@pytest.fixture(autouse=True)
+def scan(emulate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(twin, multiprocessors=lambda index: 5)
+    fresh = torch.empty
+
+    def poisoned(*size: int, **options: Any) -> torch.Tensor:
+        x = fresh(*size, **options)
+        return x.fill_(float("nan") if x.is_floating_point() else 2**30 if x.dtype == torch.int32 else 0)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "queries", "bits", "row_size", "counts"),
+    [
+        pytest.param(4, 128, 8, 2, 4, [63, 0, 130], id="4x128-8q-2bit-rows4"),
+        pytest.param(8, 128, 4, 1, 8, [33], id="8x128-4q-1bit-rows8"),
+        pytest.param(3, 64, 1, 2, 4, [17, 9], id="3x64-1q-2bit-rows4"),
+        pytest.param(1, 256, 16, 2, 4, [33], id="1x256-16q-2bit-rows4"),
+        pytest.param(2, 128, 7, 2, 12, [21], id="2x128-7q-2bit-rows12"),
+        pytest.param(2, 128, 2, 1, 4, [0, 7, *range(40)], id="2x128-2q-1bit-42-sequences"),
+    ],
+)
+def test_worth(heads: int, dim: int, queries: int, bits: int, row_size: int, counts: list[int]) -> None:
+    case = make_case(heads, dim, queries, bits, row_size, counts, max(counts) + 3)
+    scaling = 0.3 * dim**-0.5
+    expected = expected_worth(*case, scaling, bits)
+    EmulatedKernel.seed = 0
+    worth = twin.scan_rows(*case, scaling, bits, SMALL).double().numpy()
+    used = np.isfinite(expected)
+    assert np.array_equal(np.isneginf(worth), ~used)
+    # float16 weights change a score by some 1e-3, bfloat16 rounds a head's value to 2**-9
+    assert np.abs(worth[used] / expected[used] - 1).max() < 6e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_and_queries_within_wider_ones(dtype: torch.dtype) -> None:
+    q, codes, scales, table, count, stats = make_case(2, 128, 4, 2, 4, [63, 5], 63)
+    wide = torch.full((len(codes), 16 + codes.shape[1] + scales.shape[1] + 8), 255, dtype=torch.uint8)
+    middle = 16 + codes.shape[1]
+    wide[:, 16:middle], wide[:, middle:-8] = codes, scales
+    queries = torch.zeros(2, 3, 8, 256, dtype=dtype)
+    queries[:, 1, :, :128] = q
+    case = (queries[:, 1, :, :128], wide[:, 16:middle], wide[:, middle:-8], table, count, stats)
+    assert wide.stride(0) % 16 == 0
+    expected = expected_worth(case[0], codes, scales, table, count, stats, 0.1, 2)
+    worth = twin.scan_rows(*case, 0.1, 2, SMALL).double().numpy()
+    used = np.isfinite(expected)
+    assert np.abs(worth[used] / expected[used] - 1).max() < 6e-3
+
+
+def test_the_same_result_in_any_order() -> None:
+    """Several tiles a warp, several programs a sequence: whatever runs or arrives first, all bits are the same."""
+    case = make_case(4, 128, 8, 2, 4, [600, 3, 201], 600)
+    results = []
+    for seed in range(3):
+        EmulatedKernel.seed = seed * 100
+        worth = twin.scan_rows(*case, 0.05, 2, SMALL)
+        results.append((worth, *twin.scan_and_select(*case, 0.05, 2, 70, None, SMALL)))
+    for other in results[1:]:
+        for one, another in zip(results[0], other, strict=True):
+            assert torch.equal(one, another)
+    chosen = twin.Chosen(*results[0][1:])
+    assert chosen_sets(chosen) == chosen_sets(plain.select_top(results[0][0], case[3], case[4], 70, None))
+
+
+@pytest.mark.parametrize("kind", ["plain", "narrow", "equal", "zeros", "wide"])
+def test_the_best_rows_are_chosen(kind: str) -> None:
+    worth, table, count = make_worth([1234, 0, 3000, 1], 3000, kind)
+    wanted = torch.tensor([0, 5, 2500, 9], dtype=torch.int32)
+    for budget, limits in ((63, None), (2600, wanted)):
+        chosen = chosen_sets(twin.select_top(worth, table, count, budget, limits))
+        assert chosen == chosen_sets(plain.select_top(worth, table, count, budget, limits))
+
+
+def test_more_rows_than_a_program_holds() -> None:
+    worth, table, count = make_worth([300000], 300000, "plain")
+    for budget in (1, 4096):
+        chosen = chosen_sets(twin.select_top(worth, table, count, budget, None))
+        assert chosen == chosen_sets(plain.select_top(worth, table, count, budget, None))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("wait_copies<STAGES - 1>();", "wait_copies<STAGES>();"),
+        ("    __syncthreads();\n    if (tid < PC)", "    if (tid < PC)"),
+    ],
+    ids=["copies are not waited for", "a barrier is missing"],
+)
+def test_what_is_broken_is_found(old: str, new: str, altered: Any) -> None:
+    case = make_case(4, 128, 8, 2, 4, [600], 600)
+    expected = expected_worth(*case, 0.05, 2)
+    altered("scan/scan.cu", old, new)
+
+    def try_orders() -> None:
+        for seed in range(5):
+            EmulatedKernel.seed = seed * 100
+            worth = twin.scan_rows(*case, 0.05, 2, SMALL).double().numpy()
+            assert np.abs(worth / expected - 1).max() < 6e-3
+
+    with pytest.raises(AssertionError):
+        try_orders()

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_tools import RAW, engine, generate, metric
+from engine_tools import RAW, engine, generate, metric, runtime
 
 SMALL = {**RAW, "tlif": {"prefix_length": 24}}
 # Blocks of 64 tokens and a tail of 24, so that requests cross many blocks and rings turn over.
@@ -22,10 +22,15 @@ def ask(llm: Any, ids: list[int]) -> dict[str, Any]:
     document = ids[1000:1400]
     return {
         "batch": generate(llm, batch, 48),
-        "crowd": generate(llm, [ids[300 * i : 300 * i + 100] for i in range(3)], 100),
+        "crowd": crowd(llm, ids),
         "first": generate(llm, [document + ids[:9]], 12),
         "again": generate(llm, [document + ids[:9], document + ids[50:90], document[:130] + ids[:7]], 12),
     }
+
+
+def crowd(llm: Any, ids: list[int]) -> list[list[list[int]]]:
+    """A few that grow side by side."""
+    return generate(llm, [ids[300 * i : 300 * i + 100] for i in range(3)], 100)
 
 
 def sample(llm: Any, ids: list[int]) -> list[list[list[int]]]:
@@ -68,6 +73,15 @@ def test_same_tokens(stock: dict[str, Any], ids: list[int]) -> None:
         hits = metric(llm, "vllm:prefix_cache_hits")
     assert found == stock
     assert hits > 0
+
+
+def test_same_tokens_from_tables_at_fixed_addresses(stock: dict[str, Any], ids: list[int]) -> None:
+    """Steps of single tokens as CUDA graphs take them: shapes of the longest request, requests in one call."""
+    with engine(SMALL, block_tokens=BLOCK, max_model_len=768, max_num_seqs=4) as llm:
+        runtime().static = True
+        found = {"crowd": crowd(llm, ids), "follow": follow(llm, ids)}
+        assert runtime().layers[0].batched
+    assert found == {name: stock[name] for name in found}
 
 
 def test_same_tokens_in_small_chunks_and_a_tight_pool(stock: dict[str, Any], ids: list[int]) -> None:

@@ -31,7 +31,9 @@ CHECK_EVERY = 1024
 class LayerMemory:
     """Views of one layer's blocks, uint8 [n_blocks, ..., block_bytes], and its rows in the host pool.
 
-    `stats` may be None: they are then estimated from the first block that is packed.
+    `stats` may be None: they are then estimated from the first block that is packed. budget: most rows that a query
+    recalls. batched: requests decode together, without waiting for the device, as on a GPU; on a CPU nothing is gained
+    by a batch, and padding is work.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class LayerMemory:
         order: Tensor,
         scaling: float,
         budget: int,
+        batched: bool = False,
     ) -> None:
+        self.batched = batched
         self.layout, self.config, self.scaling, self.budget = layout, config, scaling, budget
         self.blocks_at = blocks.data_ptr()
         self.stats, self.order = None if stats is None else stats.to(blocks.device), order
@@ -153,9 +157,9 @@ class LayerMemory:
     def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Attention of one new token a request, which is written first. q [B, Hq, D]; k, v [B, H, D]."""
         self.write(step.new, k, v)
-        if q.device.type == "cpu":
-            return torch.stack([self._decode_one(q[i], step, i) for i in range(len(q))])
-        return self.decode_batch(q, step)
+        if self.batched:
+            return self.decode_batch(q, step)
+        return torch.stack([self._decode_one(q[i], step, i) for i in range(len(q))])
 
     def decode_batch(self, q: Tensor, step: Step) -> Tensor:
         """As `decode`, for all requests together and without waiting for the device; the new token is written."""
@@ -186,7 +190,7 @@ class LayerMemory:
         ).out
 
     def _decode_one(self, q: Tensor, step: Step, row: int) -> Tensor:
-        """Request `row` by itself, q [Hq, D]: on a CPU nothing is gained by a batch, and padding is work."""
+        """Request `row` by itself, q [Hq, D]."""
         layout = self.layout
         dense_k, dense_v = (x.transpose(0, 1) for x in self.read(step.dense[row, : int(step.dense_past[row]) + 1]))
         packed = []

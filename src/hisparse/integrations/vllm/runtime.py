@@ -78,6 +78,8 @@ class Runtime:
         self._waiting: Metadata | None = None
         self._room: Step | None = None
         self.packed_tokens = 0
+        # Steps of single tokens have the same shapes and addresses each time, as CUDA graphs want them.
+        self.static = vllm_config.device_config.device_type == "cuda"
         self._offered: dict[str, Any] = {}
         self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
         reached, target = self.layout.capacity(self.context), self.config.budget.capacity
@@ -148,11 +150,11 @@ class Runtime:
         new = common.query_start_loc[1 : requests + 1] - common.query_start_loc[:requests]
         past = (common.seq_lens[:requests] - new).long()
         pages, ring = common.block_table_tensor[:requests], ring[:requests]
-        width = self.width if pages.is_cuda else min(self.width, max(1, -(-max(ends) // self.layout.tokens)))
+        width = self.width if self.static else min(self.width, max(1, -(-max(ends) // self.layout.tokens)))
         step = make_step(self.layout, self.config.selection, pages, ring, past, new.long(), width)
         metadata.pages, metadata.ring, metadata.tokens = pages, ring, begins[-1]
         metadata.step = step
-        if int(common.max_query_len) == 1 and pages.is_cuda:
+        if int(common.max_query_len) == 1 and self.static:
             metadata.single = self._fixed(step)
             self._note_full(metadata, [row for row in range(requests) if begins[row + 1] > begins[row]], ends)
             return
@@ -213,7 +215,7 @@ class Runtime:
                 own = self._without_calibration()
             order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
             budget = row_budget(self.layout, self.config.selection, self.context)
-            memory = LayerMemory(self.layout, self.config, blocks, own, order, scaling, budget)
+            memory = LayerMemory(self.layout, self.config, blocks, own, order, scaling, budget, self.static)
             self.layers[index] = memory
         return memory
 

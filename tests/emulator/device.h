@@ -156,6 +156,8 @@ static unsigned long long draw() {
   return x * 0x2545F4914F6CDD1Dull >> 16;
 }
 
+struct Failed {};
+
 [[noreturn]] static void fail(const char* format, ...) {
   Fiber* f = device.now;
   int n = 0;
@@ -165,6 +167,7 @@ static unsigned long long draw() {
   vsnprintf(device.message + n, sizeof device.message - n, format, rest);
   va_end(rest);
   device.failed = true;
+  if (!f) throw Failed();  // not in a fiber, but in the launch itself
   Context lost;
   switch_to(lost, device.main);
   __builtin_unreachable();
@@ -317,6 +320,7 @@ F* Entry<F>::kernel;
 static void run_cluster() {
   Warp* warp = nullptr;
   while (device.alive) {
+    device.now = nullptr;
     if (!device.bulk.empty() && draw() % 64 == 0) finish_bulk_copy();
     if (!warp || warp->ready.empty() || draw() % 256 == 0) {
       warp = nullptr;
@@ -326,7 +330,6 @@ static void run_cluster() {
           if (!w.ready.empty() && (!warp || w.priority > warp->priority)) warp = &w;
         }
       if (!warp) {
-        device.now = nullptr;
         if (device.bulk.empty()) fail("all threads wait, and nothing is on its way");
         finish_bulk_copy();
         continue;
@@ -339,11 +342,8 @@ static void run_cluster() {
     switch_to(device.main, next->context);
     if (device.failed) return;
   }
-  if (!device.bulk.empty()) {
-    device.now = nullptr;
-    snprintf(device.message, sizeof device.message, "%zu copies are still on their way at the end", device.bulk.size());
-    device.failed = true;
-  }
+  device.now = nullptr;
+  if (!device.bulk.empty()) fail("%zu copies are still on their way at the end", device.bulk.size());
 }
 
 template <class F>
@@ -384,16 +384,16 @@ static const char* launch(unsigned gx, unsigned gy, unsigned gz, unsigned thread
         w.block = &b, w.lanes[f.lane] = &f, w.alive++, w.priority = draw();
         w.ready.push_back(&f);
       }
-      if (1024 + shared > ARENA) {
-        device.failed = true;
-        snprintf(device.message, sizeof device.message, "%u bytes of shared memory do not fit", shared);
-      }
     }
-    if (!device.failed) run_cluster();
+    try {
+      if (1024 + shared > ARENA) fail("%u bytes of shared memory do not fit", shared);
+      run_cluster();
+    } catch (Failed) {
+    }
+    device.now = nullptr;
     if (device.failed) break;
   }
   munmap(stacks, count * STACK);
-  device.now = nullptr;
   return device.message;
 }
 

@@ -1,4 +1,4 @@
-"""The scan with CUDA C++: see ``sketch.cu`` for how sketches are scored and ``select.cu`` for the selection.
+"""The scan with CUDA C++: see ``sketch.cuh`` for how sketches are scored and ``select.cu`` for the selection.
 
 Four launches: the query's weights; the sketches, read once; the roots of the rows' attention, summed over heads and
 counted by bins; the choice. The share of attention that falls on a row is known only when all rows have been seen, so

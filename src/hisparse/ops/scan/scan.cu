@@ -1,74 +1,16 @@
 // The sketch scan of a decode step: worth(row) = sum over query heads of sqrt(attention on the row / all attention of the
 // head). This leaves the roots of the rows' attention; select.cu adds them up, for which all rows have to be known.
-// Macros: those of sketch.cu, WARPS, STAGES (tiles that a warp has on their way), and ONCE (1: sketches leave the L2 cache
+// Macros: those of sketch.cuh, WARPS, STAGES (tiles that a warp has on their way), and ONCE (1: sketches leave the L2 cache
 // first).
 
-#include "sketch.cu"
+#include "ptx.cuh"
+#include "sketch.cuh"
 
 constexpr int BODY = HB * ROW * TOKEN;             // bytes of a row that a warp reads
 constexpr int STRIDE = BODY + (128 + TOKEN - BODY % 128) % 128;  // rows apart in shared memory: no bank conflicts
 constexpr int MARKS = HB * ROW;                    // scales of a row that a warp reads
 constexpr int STAGE = 8 * (STRIDE + MARKS);
 constexpr float CAP = 1.2676506e30f;               // 2^100: more than any sum of attention needs
-
-// ---- instructions ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float sqrt_fast(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ u32 pack_bfloat(float low, float high) {
-  u32 y;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-  return y;
-}
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// For what is read once: the roots that the scan writes should stay in the L2 cache, not the sketches.
-__device__ __forceinline__ u64 read_once() {
-  u64 policy = 0;
-#if ONCE
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-  return policy;
-}
-
-// `size` bytes of 16 from global to shared memory, the rest zeros.
-__device__ __forceinline__ void copy16(u32 to, const void* from, int size, u64 policy) {
-#if ONCE
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(size),
-               "l"(policy)
-               : "memory");
-#else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-#endif
-}
-
-__device__ __forceinline__ void copy4(u32 to, const void* from, int size) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int N>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-template <int N>
-__device__ __forceinline__ void read_shared(u32 (&w)[N], u32 at) {
-  if constexpr (N == 4) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(at));
-  } else if constexpr (N == 2) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(at));
-  } else {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(at));
-  }
-}
 
 // ---- the scan ----------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,9 @@
 // cluster: they tell each other what they found through shared memory. Every row's place in the result follows from
 // counts of the rows before it, so that the result is the same each time.
 //
-// Macros: SETS, BLOCKS (see scan.cu), BINS (2048), SHIFT, REACH (rows a quad of lanes sums).
+// Macros: SETS, BLOCKS (see sketch.cuh), BINS (2048), SHIFT, REACH (rows a quad of lanes sums).
 
-typedef unsigned int u32;
-typedef long long i64;
-typedef unsigned long long u64;
+#include "ptx.cuh"
 
 constexpr int PC = SETS * 8;
 constexpr int THREADS = 512;      // of sum_rows and count_rows
@@ -20,34 +18,6 @@ constexpr int CLUSTER = 8;        // programs a sequence
 constexpr int HELD = 32;          // rows that a thread holds in registers
 constexpr int FEW = 1024;         // candidates that are ranked by comparing each with each
 static_assert(BINS == 2 * CHOOSERS, "two bins a thread");
-
-// ---- instructions ------------------------------------------------------------------------------------------------
-
-// For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// For programs of a cluster: a barrier, which also shows each the others' writes; and reading and writing another's
-// shared memory, at the place that `p` has in one's own.
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
-}
-
-__device__ __forceinline__ u32 address_in(const void* p, int rank) {
-  u32 y;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank));
-  return y;
-}
-
-__device__ __forceinline__ int read_in(const int* p, int rank) {
-  int y;
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(y) : "r"(address_in(p, rank)) : "memory");
-  return y;
-}
-
-__device__ __forceinline__ void write_in(u64* p, int rank, u64 x) {
-  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in(p, rank)), "l"(x) : "memory");
-}
 
 // ---- worth -------------------------------------------------------------------------------------------------------
 

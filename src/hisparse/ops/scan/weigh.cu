@@ -1,24 +1,8 @@
-// The query's weights in the sketch basis, as the scan wants them. Macros: those of sketch.cu, and QTYPE (0 float32,
+// The query's weights in the sketch basis, as the scan wants them. Macros: those of sketch.cuh, and QTYPE (0 float32,
 // 1 bfloat16, 2 float16).
 
-#include "sketch.cu"
-
-// ---- instructions ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u16 to_half(float x) {
-  u16 y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float from_half(u16 x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-}
-
-// A barrier among the first `threads` of a program.
-__device__ __forceinline__ void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+#include "ptx.cuh"
+#include "sketch.cuh"
 
 // ---- the query's weights -----------------------------------------------------------------------------------------
 

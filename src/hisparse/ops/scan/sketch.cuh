@@ -15,12 +15,6 @@
 // HB heads a warp, HG heads an accumulator, QP columns a head, NB accumulators a head (more than one where it has more
 // than eight query heads).
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-typedef unsigned long long u64;
-
 constexpr int I = HEAD_DIM * BITS / 128;           // words of a token and head in a lane
 constexpr int PAIRS = HEAD_DIM * BITS / 16;        // byte pairs of a token and head
 constexpr int C = 6 * PAIRS;                       // coordinates that have codes
@@ -31,24 +25,6 @@ constexpr int PC = SETS * 8;                       // columns of a warp's heads
 constexpr int BLOCKS = HEADS / HB;                 // warps' shares of the heads
 constexpr int FRAG = 6 * I;                        // registers of weights a head and operand
 constexpr int TOKEN = 16 * I;                      // bytes of a token and head
-
-// ---- instructions ------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- scores ------------------------------------------------------------------------------------------------------
 

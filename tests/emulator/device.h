@@ -134,6 +134,12 @@ struct Block {
 constexpr size_t ARENA = 228 << 10, STACK = 96 << 10;
 constexpr unsigned WINDOW = 1 << 20;  // from block to block of a cluster in the shared address space
 
+// Memory that the kernel ahead changes: while it may still run, programs see what was there before.
+struct Hidden {
+  char* at;
+  std::vector<char> other;  // what is not visible now
+};
+
 struct Device {
   Context main;
   Fiber* now = nullptr;
@@ -141,7 +147,9 @@ struct Device {
   std::vector<Fiber> fibers;
   std::vector<Copy> bulk;
   std::vector<std::pair<const char*, const char*>> known;  // global memory that copies may read
-  Barrier cluster;
+  Barrier cluster, ahead;      // `ahead`: threads that wait for the kernel ahead
+  std::vector<Hidden> hidden;  // of it
+  bool before = false;         // it has not ended yet
   int alive = 0;
   unsigned grid[3] = {}, threads = 0;
   unsigned long long random = 1;
@@ -269,6 +277,12 @@ static void finish_group(std::vector<Copy>& group) {
   }
 }
 
+// The kernel ahead starts or ends, as the programs of the cluster that runs see it.
+static void show_other() {
+  for (Hidden& h : device.hidden) std::swap_ranges(h.other.begin(), h.other.end(), h.at);
+  device.before = !device.before;
+}
+
 // ---- warps -------------------------------------------------------------------------------------------------------
 
 // All lanes that are left meet; the last one does what `act` says with their slots.
@@ -330,8 +344,14 @@ static void run_cluster() {
           if (!w.ready.empty() && (!warp || w.priority > warp->priority)) warp = &w;
         }
       if (!warp) {
-        if (device.bulk.empty()) fail("all threads wait, and nothing is on its way");
-        finish_bulk_copy();
+        if (!device.bulk.empty()) {
+          finish_bulk_copy();
+        } else if (!device.ahead.waiting.empty()) {  // as late as the program allows
+          if (device.before) show_other();
+          wake(device.ahead.waiting);
+        } else {
+          fail("all threads wait, and nothing is on its way");
+        }
         continue;
       }
     }
@@ -367,7 +387,7 @@ static const char* launch(unsigned gx, unsigned gy, unsigned gz, unsigned thread
     }
     device.fibers = std::vector<Fiber>(count);
     device.blocks = std::vector<Block>(cluster);
-    device.bulk.clear(), device.cluster = Barrier(), device.alive = (int)count;
+    device.bulk.clear(), device.cluster = device.ahead = Barrier(), device.alive = (int)count;
     const unsigned groups = gx / cluster;
     for (unsigned r = 0; r < cluster; r++) {
       Block& b = device.blocks[r];
@@ -385,12 +405,14 @@ static const char* launch(unsigned gx, unsigned gy, unsigned gz, unsigned thread
         w.ready.push_back(&f);
       }
     }
+    show_other();
     try {
       if (1024 + shared > ARENA) fail("%u bytes of shared memory do not fit", shared);
       run_cluster();
     } catch (Failed) {
     }
     device.now = nullptr;
+    if (device.before) show_other();
     if (device.failed) break;
   }
   munmap(stacks, count * STACK);

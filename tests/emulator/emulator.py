@@ -6,7 +6,8 @@ a call of its model in ``instructions.h``, its operands in PTX's order; one with
 
 What shows up here: wrong indices and layouts, missing or superfluous barriers, copies that are not waited for, rings
 that are too short, accesses beyond shared memory, lanes of a warp that go different ways. What does not: time,
-registers, and what only the hardware's weaker order of memory accesses or launches that overlap can bring about.
+registers, and what only the hardware's weaker order of memory accesses can bring about. Launches that overlap the
+kernel ahead see memory as it was before that kernel until they wait for it.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ INSTRUCTIONS = [  # PTX, its model
     (r"mul\.f16x2", "mul_f16x2"),
     (r"bar\.sync", "bar_sync"),
     (r"barrier\.cluster\.wait\.acquire(\.aligned)?", "cluster_wait"),
-    # Order is sequential here, launches do not overlap, and a cache hint changes no result.
+    (r"griddepcontrol\.wait", "wait_for_kernel_ahead"),
+    # Memory accesses are in order here, and a hint changes no result.
     (r"barrier\.cluster\.arrive\.release(\.aligned)?", "nothing"),
-    (r"fence\..*|griddepcontrol\..*|createpolicy\..*", "nothing"),
+    (r"fence\..*|griddepcontrol\.launch_dependents|createpolicy\..*", "nothing"),
 ]
 
 
@@ -182,7 +184,10 @@ def translate(source: str) -> str:
 
 KNOWN = """
 extern "C" void emu_know(const char* begin, size_t size) { emu::device.known.push_back({begin, begin + size}); }
-extern "C" void emu_forget() { emu::device.known.clear(); }
+extern "C" void emu_forget() { emu::device.known.clear(), emu::device.hidden.clear(); }
+extern "C" void emu_hide(char* at, const char* old, size_t size) {
+  emu::device.hidden.push_back({at, {old, old + size}});
+}
 """
 
 
@@ -225,6 +230,7 @@ def _compile(text: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     _gcc(*(f"-D{key}={value}" for key, value in defines), f"-I{folder}", "-shared", "-o", binary, source)
     library = ctypes.CDLL(str(binary))
     library.emu_know.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.emu_hide.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
     return library
 
 
@@ -234,6 +240,8 @@ class EmulatedKernel:
     seed = 0
     """Of the next launch; counts up from launch to launch."""
     registers = spilled = 0
+    _changed: tuple[tuple[torch.UntypedStorage, bytes, bytes], ...] = ()
+    """By the last launch of any kernel: memory, what it held before, and after."""
 
     def __init__(self, source: str, function: str, defines: dict[str, int]) -> None:
         self.name = function
@@ -253,20 +261,37 @@ class EmulatedKernel:
         overlap: bool = False,
     ) -> None:
         values: list[ctypes.c_void_p | ctypes.c_float | ctypes.c_int] = []
-        self._library.emu_forget()
+        storages: dict[int, torch.UntypedStorage] = {}
         for arg in args:
             if isinstance(arg, Tensor):
-                storage = arg.untyped_storage()
-                self._library.emu_know(storage.data_ptr(), storage.nbytes())
+                storages[arg.untyped_storage().data_ptr()] = arg.untyped_storage()
                 values.append(ctypes.c_void_p(arg.data_ptr()))
             elif arg is None:
                 values.append(ctypes.c_void_p(0))
             else:
                 values.append(ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int(arg))
+        self._library.emu_forget()
+        for storage in storages.values():
+            self._library.emu_know(storage.data_ptr(), storage.nbytes())
+        if overlap:  # the kernel ahead may not have ended: unless other work came between
+            for storage, old, new in EmulatedKernel._changed:
+                if _bytes(storage) == new:
+                    self._library.emu_hide(storage.data_ptr(), old, len(old))
+        before = [_bytes(storage) for storage in storages.values()]
         EmulatedKernel.seed += 1
         sizes = [ctypes.c_uint(n) for n in (*grid, block, shared, EmulatedKernel.seed)]
         message = self._launch(*sizes, *values)
         assert not message, f"{self.name}, seed {EmulatedKernel.seed}: {message.decode()}"
+        after = [_bytes(storage) for storage in storages.values()]
+        EmulatedKernel._changed = tuple(
+            (storage, old, new)
+            for storage, old, new in zip(storages.values(), before, after, strict=True)
+            if old != new
+        )
+
+
+def _bytes(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
 def load_kernel(

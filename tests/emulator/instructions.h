@@ -294,6 +294,11 @@ static void mbarrier_wait(u32 at, u32 parity) {
   emu::block_here();
 }
 static void bar_sync(int name, int threads) { emu::meet(device.now->block->named[name], threads); }
+static void wait_for_kernel_ahead() {
+  if (!device.before) return;
+  device.ahead.waiting.push_back(device.now);
+  emu::block_here();
+}
 static void cluster_wait() { emu::meet(device.cluster, device.alive); }
 
 }  // namespace ptx

@@ -104,13 +104,16 @@ def test_more_rows_than_a_program_holds() -> None:
     [
         ("wait_copies<STAGES - 1>();", "wait_copies<STAGES>();"),
         ("    __syncthreads();\n    if (tid < PC)", "    if (tid < PC)"),
+        ("    wait_for_previous();  // sketches", "    // sketches"),
+        ("max_rows;\n  clear_bins(s_bins);\n  wait_for_previous();", "max_rows;\n  clear_bins(s_bins);"),
     ],
-    ids=["copies are not waited for", "a barrier is missing"],
+    ids=["copies are not waited for", "a barrier is missing", "weights are not waited for", "roots are not waited for"],
 )
 def test_what_is_broken_is_found(old: str, new: str, altered: Any) -> None:
+    source = "scan/select.cu" if "clear_bins" in old else "scan/scan.cu"
     case = make_case(4, 128, 8, 2, 4, [600], 600)
     expected = expected_worth(*case, 0.05, 2)
-    altered("scan/scan.cu", old, new)
+    altered(source, old, new)
 
     def try_orders() -> None:
         for seed in range(5):

@@ -159,6 +159,21 @@ def test_matrices_are_transposed_on_the_way() -> None:
     assert torch.equal(out[4], matrices[3])
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_launch_that_overlaps_sees_what_was_before_until_it_waits(waits: bool) -> None:
+    wait = 'asm volatile("griddepcontrol.wait;" ::: "memory");' if waits else ""
+    write = kernel("out[threadIdx.x] = 5;")
+    read = kernel(f"{wait} out[threadIdx.x] = in[threadIdx.x];", "int* out, const int* in")
+    between, out = torch.zeros(64, dtype=torch.int32), torch.zeros(2, 64, dtype=torch.int32)
+    write((1, 1, 1), 64, [between])
+    read((1, 1, 1), 64, [out, between], overlap=True)
+    assert out[0].unique().tolist() == [5 if waits else 0]
+    assert between.unique().tolist() == [5]
+    write((1, 1, 1), 64, [between.zero_()])
+    read((1, 1, 1), 64, [out, between])
+    assert out[0].unique().tolist() == [5]
+
+
 def test_programs_of_a_cluster_read_each_other() -> None:
     body = """
     __shared__ int x;

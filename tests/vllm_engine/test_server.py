@@ -136,32 +136,42 @@ def test_bad_requests_are_refused(server: Server, wrong: dict[str, Any], status:
 
 
 def test_many_clients_get_answers_about_their_own_documents(server: Server, prose: str) -> None:
-    """More requests than the pool holds at once. Nobody is told what stands in another's document."""
+    """More requests than the pool holds at once. Nobody is told what stands in another's document.
+
+    HISPARSE_SOAK = seconds makes 32 clients ask again and again for so long, each about documents of its own.
+    """
     from transformers import AutoTokenizer
 
+    soak = float(os.environ.get("HISPARSE_SOAK", "0"))
+    clients, each = (32, 4) if soak else (16, 1)
     tokenizer = AutoTokenizer.from_pretrained(default_directory())
-    contexts = build_contexts(tokenizer, prose, "single", 700, 16)
+    contexts = build_contexts(tokenizer, prose, "single", 700, clients * each)
     values = [context.needles[0].value for context in contexts]
-    answers: dict[int, str] = {}
+    answers: list[tuple[int, str]] = []
+    end = time.monotonic() + soak
 
-    def ask(number: int) -> None:
-        context = contexts[number]
-        document, question = prompt_parts(tokenizer, context.document, context.needles[0].key)
-        reply = server.client.completions.create(
-            model="default", prompt=document + question, temperature=0, max_tokens=8
-        )
-        answers[number] = reply.choices[0].text
+    def ask(client: int) -> None:
+        turn = 0
+        while turn == 0 or time.monotonic() < end:
+            number = client * each + turn % each
+            document, question = prompt_parts(tokenizer, contexts[number].document, contexts[number].needles[0].key)
+            prompt = document + question
+            reply = server.client.completions.create(model="default", prompt=prompt, temperature=0, max_tokens=8)
+            answers.append((number, reply.choices[0].text))
+            turn += 1
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(answers) == 16
-    own = sum(values[number] in answer for number, answer in answers.items())
-    assert own >= 12, answers
-    assert not any(values[x] in answer for number, answer in answers.items() for x in range(16) if x != number)
+    assert len({number // each for number, _ in answers}) == clients
+    own = sum(values[number] in answer for number, answer in answers)
+    foreign = [(x, y) for x, answer in answers for y in range(len(values)) if y != x and values[y] in answer]
     found = server.metrics()
+    print(f"{own} of {len(answers)} answers right, {found['vllm:num_preemptions_total']:.0f} preemptions")
+    assert own >= 0.75 * len(answers), answers
+    assert not foreign
     assert found["vllm:kv_cache_usage_perc"] == 0  # every block is free again
 
 

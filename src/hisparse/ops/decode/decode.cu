@@ -68,7 +68,7 @@ __device__ inline void attend_units(State& s, Work& work, u32 stages, u32 full, 
         if (more) {
             u32 done = 0;
             if ((threadIdx.x & 31) == 0)
-                asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;"
+                asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
                              : "=r"(done)
                              : "r"(counters + 4 * stage)
                              : "memory");

@@ -200,12 +200,20 @@ static void meet(Barrier& barrier, int all) {
 
 // ---- shared memory and copies ------------------------------------------------------------------------------------
 
+static void fill_with_nonsense(char* p, size_t size) {
+  for (size_t i = 0; i < size; i += 4) {
+    const unsigned nonsense = 0xFFF00000u | (unsigned)(draw() & 0xFFFFF);  // NaN, or a number far below zero
+    memcpy(p + i, &nonsense, std::min<size_t>(4, size - i));
+  }
+}
+
 static char* place_shared(size_t size, size_t align) {
   Block& b = *device.now->block;
   const size_t at = (b.used + 64 + align - 1) / align * align;  // with a gap, so that one overrun does not hit the next
   if (at + size > ARENA) fail("%zu bytes of shared memory do not fit", at + size);
   b.used = at + size;
   b.places.push_back({at, at + size});
+  fill_with_nonsense(b.memory + at, size);
   return b.memory + at;
 }
 
@@ -381,10 +389,6 @@ static const char* launch(unsigned gx, unsigned gy, unsigned gz, unsigned thread
   for (unsigned i = 0; i < order.size(); i++) order[i] = i;
   for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[draw() % i]);
   for (unsigned n : order) {
-    for (size_t i = 0; i < arenas.size(); i += 4) {
-      const unsigned nonsense = 0xFFF00000u | (unsigned)(draw() & 0xFFFFF);  // NaN, or a number far below zero
-      memcpy(&arenas[i], &nonsense, 4);
-    }
     device.fibers = std::vector<Fiber>(count);
     device.blocks = std::vector<Block>(cluster);
     device.bulk.clear(), device.cluster = device.ahead = Barrier(), device.alive = (int)count;
@@ -408,6 +412,7 @@ static const char* launch(unsigned gx, unsigned gy, unsigned gz, unsigned thread
     show_other();
     try {
       if (1024 + shared > ARENA) fail("%u bytes of shared memory do not fit", shared);
+      for (Block& b : device.blocks) fill_with_nonsense(b.memory + 1024, shared);
       run_cluster();
     } catch (Failed) {
     }

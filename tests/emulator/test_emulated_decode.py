@@ -62,8 +62,8 @@ def test_at_the_common_shape(dtype: torch.dtype, mass: bool, run: Any) -> None:
 @pytest.mark.parametrize(
     ("dim", "group", "heads", "queries", "tokens", "split", "bits"),
     [
-        (64, 64, 2, 7, 8, "rope", (5, 5)), (128, 128, 1, 8, 16, "never", (5, 4)), (128, 64, 5, 1, 4, "rope", (4, 5)),
-        (256, 64, 1, 4, 8, "never", (5, 5)), (256, 256, 2, 5, 4, "rope", (5, 5)), (64, 64, 3, 3, 32, "never", (4, 4)),
+        (64, 64, 2, 7, 8, "rope", (5, 5)), (128, 128, 1, 8, 16, "never", (5, 4)),
+        (256, 64, 1, 5, 4, "rope", (4, 5)), (64, 64, 3, 3, 32, "never", (4, 4)),
     ],
     ids=str,
 )  # fmt: skip
@@ -81,7 +81,7 @@ def test_long_shares_in_any_order(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     case = make_case(torch.bfloat16, **COMMON, counts=(160,), rows=(70,), lengths=(148,))
     want = decode_oracle.expected(case)
     monkeypatch.setattr(decode_oracle, "expected", lambda case: want)
-    for tuning, seeds in ((None, range(4)), (cuda.Tuning(3, 2), range(4, 8))):
+    for tuning, seeds in ((None, range(3)), (cuda.Tuning(3, 2), range(3, 6))):
         for seed in seeds:
             check(case, run(case, seed, tuning=tuning))
 

@@ -64,7 +64,7 @@ def vllm_config(**changes: Any) -> Any:
         "cache_config": {"cache_dtype": "auto"},
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
     }
-    top: dict[str, Any] = {"speculative_config": None}
+    top: dict[str, Any] = {"speculative_config": None, "kv_transfer_config": None}
     for key, value in changes.items():
         section, _, name = key.partition("__")
         (sections[section] if name else top)[name or section] = value
@@ -73,6 +73,8 @@ def vllm_config(**changes: Any) -> Any:
 
 def test_an_ordinary_model_is_not_refused() -> None:
     refuse(vllm_config(), HiSparseConfig(hidden_size=576))
+    ours = SimpleNamespace(kv_connector="HiSparseMetrics")
+    refuse(vllm_config(kv_transfer_config=ours), HiSparseConfig())
     refuse_layer(None, None, None, "decoder", None, {})
 
 
@@ -81,6 +83,7 @@ def test_an_ordinary_model_is_not_refused() -> None:
     [
         ({"model_config__use_mla": True}, "MLA"),
         ({"speculative_config": object()}, "speculative decoding"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector")}, "OffloadingConnector"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context"),
         ({"parallel_config__enable_dbo": True}, "dual batch"),

@@ -10,6 +10,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, InputError, UnsupportedError
 from hisparse.integrations.vllm.layout import DEFAULT_TOKENS
 
+CONNECTORS = ("HiSparseMetrics", "HiSparseClaims")
 KEYS = ("hisparse", "hisparse_tlif", "hisparse_calibration", "hisparse_block_tokens")
 
 
@@ -74,6 +75,7 @@ def refuse(vllm_config: Any, config: HiSparseConfig) -> None:
             "correct the configuration or choose the other model"
         )
     dtype = vllm_config.cache_config.cache_dtype
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
     reasons = (
         (model.use_mla, "multi-head latent attention (MLA)", "HiSparse packs plain keys and values"),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
@@ -85,6 +87,11 @@ def refuse(vllm_config: Any, config: HiSparseConfig) -> None:
             dtype not in ("auto", "float16", "bfloat16", "float32"),
             f"--kv-cache-dtype {dtype}",
             "HiSparse packs by itself",
+        ),
+        (
+            connector not in (None, *CONNECTORS),
+            f"the KV connector {connector}",
+            "it moves blocks without their rows in host memory; drop --kv-transfer-config and --kv-offloading-size",
         ),
         (
             vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,

@@ -7,6 +7,8 @@ from typing import Any
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from hisparse.errors import UnsupportedError
+
 
 class HiSparseCpuPlatform(CpuPlatform):  # type: ignore[misc]
     """As `CpuPlatform`, but ``--attention-backend CUSTOM`` is honoured."""
@@ -15,6 +17,12 @@ class HiSparseCpuPlatform(CpuPlatform):  # type: ignore[misc]
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        if selected_backend == AttentionBackendEnum.CUSTOM and not attn_selector_config.use_mla:
+        if selected_backend == AttentionBackendEnum.CUSTOM:
+            backend = AttentionBackendEnum.CUSTOM.get_class()
+            reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
+            if reasons:
+                raise UnsupportedError(
+                    f"--attention-backend CUSTOM (HiSparse): {'; '.join(reasons)}; use a stock backend"
+                )
             return str(AttentionBackendEnum.CUSTOM.get_path())
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))

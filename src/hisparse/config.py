@@ -89,8 +89,9 @@ class VtqConfig(_Section):
 class SelectionConfig(_Section):
     """Recall: the sketch a token leaves behind, how many tokens a step may read back, and how.
 
-    scan_interval: sketches are scanned every so many steps; in between the rows of the last scans serve. hot_factor: how
-    many times the rows of one step a GPU keeps of those recalled lately, where the byte target leaves room (0: none).
+    scan_interval: sketches are scanned every so many steps; in between the rows of the last scans serve. hot_factor:
+    how many times the rows of one step a GPU keeps of those recalled lately, where the byte target leaves room (0:
+    none).
     """
 
     sketch_bits: Literal[1, 2] = 2

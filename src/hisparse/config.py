@@ -29,7 +29,7 @@ class TlifConfig(_Section):
     threshold_base: float = Field(0.32, gt=0, lt=1)
     threshold_scale_factor: float = Field(1.28, gt=0)
     threshold_exponent: float | None = None
-    prefix_length: int = Field(128, ge=1)
+    prefix_length: int = Field(128, ge=1, le=65536)
     scorer: Literal["tlif", "novelty", "random"] = "tlif"
 
     def threshold(self, context: int) -> float:
@@ -52,8 +52,8 @@ class TlifConfig(_Section):
 class BlgsConfig(_Section):
     """Blocks: sizes in tokens (and channels), and how much density is traded for bytes."""
 
-    max_block_size: int = Field(256, ge=1)
-    min_block_size: int = Field(8, ge=1)
+    max_block_size: int = Field(256, ge=1, le=65536)
+    min_block_size: int = Field(8, ge=1, le=65536)
     bandwidth_weight: float = Field(0.72, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -198,6 +198,8 @@ class HiSparseConfig(_Section):
             raise ConfigError(f"config {path}: nested too deeply; give an object of sections of keys") from None
         except ConfigError as error:
             raise ConfigError(f"config {path}: {error}") from None
+        except ValueError as error:  # a whole number of thousands of digits
+            raise ConfigError(f"config {path}: {error}; give values that a 64-bit number can hold") from None
         if not isinstance(data, dict):
             raise ConfigError(f"config {path}: holds a {type(data).__name__}; the top level must be an object {{...}}")
         try:

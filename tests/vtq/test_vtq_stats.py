@@ -156,6 +156,10 @@ def test_backend_follows_device_and_environment(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="HISPARSE_BACKEND = 'opencl'; use reference, triton or cuda"):
         backend_for("pack", cpu)
     monkeypatch.setenv("HISPARSE_BACKEND", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="called with tensors on cpu; unset it, or set TRITON_INTERPRET=1"):
+        backend_for("unpack", cpu)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("hisparse.ops._dispatch.has_triton", lambda op: False)
     with pytest.raises(ConfigError, match="no_such_op has no kernel here"):
         backend_for("no_such_op", cpu)

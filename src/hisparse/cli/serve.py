@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -11,11 +12,14 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hisparse.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from hisparse.config import HiSparseConfig
 
 CPU_SHARE = 0.25
 """Share of the free memory that the KV pool takes on a machine without a GPU, where vLLM does not measure it."""
@@ -24,6 +28,12 @@ DRAIN = 30
 """Seconds that requests in progress may take after SIGTERM."""
 LINGER = 5
 """Seconds more until a server that has not ended is killed."""
+
+UNUSED = (
+    "tlif.threshold_base", "tlif.threshold_scale_factor", "tlif.threshold_exponent", "blgs", "lifecycle",
+    "prefill.chunk", "prefill.choose", "selection.scan_interval", "selection.hot_factor",
+)  # fmt: skip
+"""Keys of a configuration that the vLLM plugin has no use for."""
 
 METRICS = {
     "kv_connector": "HiSparseMetrics",
@@ -55,14 +65,13 @@ def serve(
     """
     extra = list(context.args)
     command = compose(model, config, tlif, calibration, block_tokens, extra, _machine())
+    drain = _drain(command)
     print(shlex.join(command), flush=True)
     if dry_run:
         return
     if find_spec("vllm") is None:
         raise UnsupportedError("vLLM is not installed here; pip install 'hisparse[vllm]', or print it with --dry-run")
-    raise typer.Exit(
-        supervise([sys.executable, "-m", "hisparse.integrations.vllm.launch", *command[1:]], _drain(command))
-    )
+    raise typer.Exit(supervise([sys.executable, "-m", "hisparse.integrations.vllm.launch", *command[1:]], drain))
 
 
 def supervise(command: list[str], drain: float) -> int:
@@ -128,7 +137,9 @@ def compose(
             raise InputError(f"{option} is what `hisparse serve` sets; leave it out, or call `vllm serve` yourself")
     additional: dict[str, Any] = {"hisparse": {}}
     if config is not None:
-        HiSparseConfig.load(config)
+        unused = unused_keys(HiSparseConfig.load(config))
+        if unused:
+            print(f"warning: {config}: vLLM does without {', '.join(unused)}; see docs/vllm.md", file=sys.stderr)
         additional["hisparse"] = str(config.resolve())
     for key, path in (("hisparse_tlif", tlif), ("hisparse_calibration", calibration)):
         if path is not None:
@@ -136,6 +147,8 @@ def compose(
                 raise InputError(f"{path}: no such file; leave the option out to use what ships with HiSparse")
             additional[key] = str(path.resolve())
     if block_tokens is not None:
+        if block_tokens < 16 or block_tokens % 16:
+            raise InputError(f"--block-tokens {block_tokens}: give a multiple of 16, 256 for instance")
         additional["hisparse_block_tokens"] = block_tokens
     source, options = _model(model, given)
     command = ["vllm", "serve", source, "--attention-backend", "CUSTOM", "--additional-config", json.dumps(additional)]
@@ -151,10 +164,24 @@ def compose(
     return command + extra
 
 
+def unused_keys(config: HiSparseConfig) -> list[str]:
+    """Keys that differ from their defaults and that the vLLM plugin has no use for."""
+    from hisparse.config import HiSparseConfig
+
+    default = HiSparseConfig()
+    return [
+        name
+        for name in UNUSED
+        if functools.reduce(getattr, name.split("."), config) != functools.reduce(getattr, name.split("."), default)
+    ]
+
+
 def _model(model: str, given: set[str]) -> tuple[str, list[str]]:
     if model != "default":
         if model.endswith(".gguf"):
             raise InputError(f"{model}: vLLM serves directories and hub ids; convert the file first")
+        if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+            raise InputError(f"{model}: no such directory; give one that save_pretrained has written, or a hub id")
         return model, []
     from hisparse.models.load import default_directory
 

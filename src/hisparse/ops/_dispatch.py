@@ -64,6 +64,11 @@ def backend_for(op: str, device: torch.device) -> str:
         )
     if forced == "cuda" and device.type != "cuda":
         raise ConfigError(f"HISPARSE_BACKEND = cuda, but {op} was called with tensors on {device}; unset it")
+    if forced == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"HISPARSE_BACKEND = triton, but {op} was called with tensors on {device}; unset it, or set "
+            "TRITON_INTERPRET=1 to have Triton's interpreter run the kernels, slowly"
+        )
     if forced == "cuda" and has_cuda(op, device.index):
         return "cuda"
     if forced != "reference" and not has_triton(op):

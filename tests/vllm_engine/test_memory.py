@@ -193,6 +193,26 @@ def test_a_request_that_found_blocks_cached_reads_them_packed() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("choose", ["token", "chunk"])
+@pytest.mark.parametrize("name", ["host", "device"])
+def test_a_chunk_recalls_what_its_queries_ask_for(name: str, choose: str) -> None:
+    """Every query asks for one token far back; all rows would be ten times the budget."""
+    selection = {**CONFIGS[name].get("selection", {}), "min_tokens": 24, "root_factor": 0}
+    config = settings_of(name, selection=selection, prefill={"mode": "recall", "choose": choose})
+    engine = Engine(config)
+    request = Request()
+    engine.read(request, 800)
+    past_k, past_v = torch.cat(request.k), torch.cat(request.v)
+    places = torch.tensor([40, 41, 42, 300, 301, 303])
+    q = 4 * past_k[places].repeat_interleave(QUERIES // HEADS, 1)
+    k, v = engine.randn(len(q), HEADS, DIM), engine.randn(len(q), HEADS, DIM)
+    step = engine.step([request], [len(q)])
+    out = engine.memory.prefill(q, k, v, step, 0, request.past, int(step.packed[0]))
+    assert error(out, dense(q, torch.cat([past_k, k]), torch.cat([past_v, v]))) < 0.1
+    budget = -(-24 // engine.layout.row.tokens)
+    assert int(engine.memory.recalled) <= 4 * budget * (len(q) if choose == "token" else 1)
+
+
 def test_padding_reads_nothing_and_writes_to_nobodys_block() -> None:
     engine = Engine(settings_of("host"))
     request = Request()

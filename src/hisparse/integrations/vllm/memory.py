@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.cache.layer import CHUNK_BUDGET
 from hisparse.config import HiSparseConfig
 from hisparse.integrations.vllm.layout import BlockLayout, Counts
 from hisparse.integrations.vllm.step import Place, Step
-from hisparse.ops.attend import Packed, attend, attend_recalled
+from hisparse.ops.attend import Packed, attend, attend_recalled, select_for_chunk
 from hisparse.ops.decode import Pages, decode_attention
+from hisparse.ops.fetch import HostRows, store_rows
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.select import select_rows
@@ -22,8 +24,6 @@ from hisparse.vtq.stats import ChannelStats, estimate_stats
 
 QUERY_TILE = 16
 """Queries of a short chunk that are scored and recalled together: bounds the memory of the gathered rows."""
-
-
 CHECK_EVERY = 1024
 """Of so many packed pages one is read back and compared."""
 
@@ -58,6 +58,7 @@ class LayerMemory:
         self.dense = dense.view(len(blocks), slots, 2, layout.heads, layout.head_dim)
         self.pages = flat.view(-1, layout.page_stride)[:, : layout.page.page_bytes]
         self.codes = self.scales = self.row_pages = self.pages[:0]
+        self.source: HostRows | None = None  # the same rows, where they lie in host memory
         if layout.has_rows:
             rows = flat.view(-1, layout.row_stride)
             self.codes = rows[:, : layout.code_bytes]
@@ -67,7 +68,8 @@ class LayerMemory:
                 self.row_pages = rows[:, at : at + layout.row.page_bytes]
             else:
                 rows_in_all = len(blocks) * layout.host_rows
-                self.row_pages, self.pinned = host_pool(rows_in_all, layout.row.page_bytes, blocks.device)
+                self.row_pages, pinned = host_pool(rows_in_all, layout.row.page_bytes, blocks.device)
+                self.source = HostRows.of([pinned], blocks.device)
         self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)  # rows
         self.steps = torch.zeros((), dtype=torch.int64, device=blocks.device)  # queries that recalled
         self.error = torch.zeros((), device=blocks.device)  # relative, of the keys of the page checked last
@@ -129,7 +131,10 @@ class LayerMemory:
         self.codes[ids], self.scales[ids] = codes.flatten(1), scales.flatten(1)
         pages = self._packed(k, v, index, counts.rows, layout.row.tokens, False)
         at = self.row_ids(ids)
-        self.row_pages[at] = pages
+        if self.source is None:
+            self.row_pages[at] = pages
+        else:
+            store_rows(self.source, at.int(), pages)
 
     def _packed(self, k: Tensor, v: Tensor, index: Tensor, number: int, tokens: int, kept: bool) -> Tensor:
         layout, vtq = self.layout, self.config.vtq
@@ -201,7 +206,7 @@ class LayerMemory:
             wanted = int(step.wanted[row])
             if wanted < rows:
                 records = self._choose(q[None], records, step.row_count[row : row + 1], wanted, None).rows
-            packed.append(Packed(self._fetch(records[0].long()), layout.row))
+            packed.append(self._rows(records[0].long()))
             self.recalled += records.shape[1]
             self.steps += 1
         new = dense_k.shape[1] - 1  # the new token is the last dense one
@@ -237,9 +242,12 @@ class LayerMemory:
         chunk = q.shape[1]
         wanted = -(-self.config.selection.budget(past + chunk) // layout.row.tokens)
         if self._reads_everything(chunk, wanted, rows):
-            if rows:
-                kept = [*kept, Packed(self._fetch(records), layout.row)]
-            return attend(q, k, v, dense_k, dense_v, kept, self.stats, self.scaling).transpose(0, 1)
+            everything = [*kept, self._rows(records)] if rows else kept
+            return attend(q, k, v, dense_k, dense_v, everything, self.stats, self.scaling).transpose(0, 1)
+        prefill = self.config.prefill
+        # Choosing once is cheaper from a few tokens on; a long chunk has no other way.
+        if chunk > prefill.recall_max_tokens or (prefill.choose == "chunk" and chunk > CHUNK_BUDGET):
+            return self._by_choice(q, k, v, dense_k, dense_v, kept, records, CHUNK_BUDGET * wanted).transpose(0, 1)
         return self._token_by_token(q, k, v, dense_k, dense_v, kept, records, wanted).transpose(0, 1)
 
     def _reads_everything(self, chunk: int, wanted: int, rows: int) -> bool:
@@ -249,8 +257,31 @@ class LayerMemory:
         prefill = self.config.prefill
         return prefill.mode == "full" and (chunk > prefill.recall_max_tokens or chunk * wanted >= rows)
 
-    def _fetch(self, records: Tensor) -> Tensor:
-        return self.row_pages[self.row_ids(records)]
+    def _rows(self, records: Tensor) -> Packed:
+        """The packed values of row records, where they lie."""
+        ids = self.row_ids(records)
+        if self.source is None:
+            return Packed(self.row_pages[ids], self.layout.row)
+        return Packed(self.source, self.layout.row, ids)
+
+    def _sketches(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of row records, as `score_sketch` takes them."""
+        shape = (len(records), self.layout.heads, self.layout.row.tokens)
+        return self.codes[records].view(*shape, -1), self.scales[records].view(shape)
+
+    def _by_choice(
+        self, q: Tensor, k: Tensor, v: Tensor, dense_k: Tensor, dense_v: Tensor, kept: list[Packed], records: Tensor,
+        wanted: int,
+    ) -> Tensor:  # fmt: skip
+        """The whole chunk recalls one set of rows, chosen once; see `prefill`, heads first."""
+        assert self.stats is not None  # rows exist, so something was packed
+        if wanted < len(records):
+            chosen = select_for_chunk(q, *self._sketches(records), self.stats, self.scaling, wanted)
+            records = records[chosen.sort().values]  # adjacent rows are read faster
+        self.recalled += len(records)
+        self.steps += 1
+        packed = [*kept, self._rows(records)]
+        return attend(q, k, v, dense_k, dense_v, packed, self.stats, self.scaling)
 
     def _token_by_token(
         self, q: Tensor, k: Tensor, v: Tensor, dense_k: Tensor, dense_v: Tensor, kept: list[Packed], records: Tensor,
@@ -259,8 +290,7 @@ class LayerMemory:
         """Each query of the chunk recalls rows of its own; see `prefill`, heads first."""
         layout = self.layout
         assert self.stats is not None  # rows exist, so something was packed
-        codes = self.codes[records].view(len(records), layout.row.tokens, -1)
-        scales = self.scales[records].view(len(records), layout.row.tokens, layout.heads)
+        codes, scales = self._sketches(records)
         pieces = []
         for start in range(0, q.shape[1], QUERY_TILE):
             tile = q[:, start : start + QUERY_TILE]
@@ -269,7 +299,8 @@ class LayerMemory:
             chosen = torch.stack(
                 [select_rows(scores[:, t : t + 1], layout.row.tokens, wanted) for t in range(tile.shape[1])]
             )
-            pages = self._fetch(records[chosen].flatten()).view(tile.shape[1], -1, layout.row.page_bytes)
+            pages = self._rows(records[chosen].flatten()).read(q.device)
+            pages = pages.view(tile.shape[1], -1, layout.row.page_bytes)
             self.recalled += chosen.numel()
             self.steps += tile.shape[1]
             # The tile sees the chunk's earlier tokens as past: they join the dense ones.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from hisparse.cache.geometry import SINKS
 from hisparse.config import HiSparseConfig
@@ -125,6 +126,11 @@ class BlockLayout:
         """Rows of a block in the host pool."""
         return max(self.first.rows, self.other.rows) if self.has_rows and not self.rows_on_device else 0
 
+    def host_id(self, records: Tensor) -> Tensor:
+        """The host pool's rows that row records belong to: row j of block b is ``b * host_rows + j``."""
+        block = records // self.rows_per_block
+        return block * self.host_rows + ((block + 1) * self.rows_per_block - 1 - records)
+
     @property
     def host_block_bytes(self) -> int:
         """Bytes of a block in the host pool, one layer."""
@@ -156,13 +162,20 @@ def head_tokens(page_tokens: int, row_tokens: int) -> int:
 
 
 def choose_layout(
-    config: HiSparseConfig, heads: int, head_dim: int, dtype: torch.dtype, context: int, tokens: int = DEFAULT_TOKENS
+    config: HiSparseConfig,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    context: int,
+    tokens: int = DEFAULT_TOKENS,
+    beside: float = 0.0,
 ) -> BlockLayout:
     """The layout that keeps most tokens within the configuration's byte target at `context` tokens a request.
 
-    heads: KV heads on this rank. Where no layout meets `budget.capacity` (a short context, whose dense tail weighs too
-    much), the smallest block is taken; compare :meth:`BlockLayout.capacity`. Raises ConfigError for block sizes that
-    cannot be cut into pages and rows, FormatError for head sizes that pages or sketches cannot hold.
+    heads: KV heads on this rank; beside: share of the KV memory that is not blocks. Where no layout meets
+    `budget.capacity` (a short context, whose dense tail weighs too much), the smallest block is taken; compare
+    :meth:`BlockLayout.capacity`. Raises ConfigError for block sizes that cannot be cut into pages and rows, FormatError
+    for head sizes that pages or sketches cannot hold.
     """
     vtq, selection = config.vtq, config.selection
     quantised = vtq.enable_per_block_quant
@@ -189,7 +202,7 @@ def choose_layout(
         if layout is None:
             continue
         better = best is None or layout.other.pages > best.other.pages
-        if better and layout.capacity(context) >= target:
+        if better and layout.capacity(context) * (1 - beside) >= target:
             best = layout
     return best or search.smallest(search.least)
 

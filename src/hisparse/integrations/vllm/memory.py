@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hisparse.cache.layer import CHUNK_BUDGET
 from hisparse.config import HiSparseConfig
+from hisparse.integrations.vllm.hot import HotRows, host_ids
 from hisparse.integrations.vllm.layout import BlockLayout, Counts
 from hisparse.integrations.vllm.step import Place, Step
 from hisparse.ops.attend import Packed, attend, attend_recalled, select_for_chunk
@@ -33,7 +34,7 @@ class LayerMemory:
 
     `stats` may be None: they are then estimated from the first block that is packed. budget: most rows that a query
     recalls. batched: requests decode together, without waiting for the device, as on a GPU; on a CPU nothing is gained
-    by a batch, and padding is work.
+    by a batch, and padding is work. hot: the buffer that such steps read rows of the host through.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class LayerMemory:
         scaling: float,
         budget: int,
         batched: bool = False,
+        hot: HotRows | None = None,
     ) -> None:
-        self.batched = batched
+        self.batched, self.hot = batched, hot
         self.layout, self.config, self.scaling, self.budget = layout, config, scaling, budget
         self.blocks_at = blocks.data_ptr()
         self.stats, self.order = None if stats is None else stats.to(blocks.device), order
@@ -70,6 +72,8 @@ class LayerMemory:
                 rows_in_all = len(blocks) * layout.host_rows
                 self.row_pages, pinned = host_pool(rows_in_all, layout.row.page_bytes, blocks.device)
                 self.source = HostRows.of([pinned], blocks.device)
+                if hot is not None:
+                    hot.ensure(rows_in_all)
         self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)  # rows
         self.steps = torch.zeros((), dtype=torch.int64, device=blocks.device)  # queries that recalled
         self.error = torch.zeros((), device=blocks.device)  # relative, of the keys of the page checked last
@@ -135,6 +139,8 @@ class LayerMemory:
             self.row_pages[at] = pages
         else:
             store_rows(self.source, at.int(), pages)
+            if self.hot is not None:
+                self.hot.forget(at.int())
 
     def _packed(self, k: Tensor, v: Tensor, index: Tensor, number: int, tokens: int, kept: bool) -> Tensor:
         layout, vtq = self.layout, self.config.vtq
@@ -151,11 +157,7 @@ class LayerMemory:
 
     def row_ids(self, records: Tensor) -> Tensor:
         """Where the packed values of row records lie: the records themselves, or rows of the host pool."""
-        layout = self.layout
-        if layout.rows_on_device:
-            return records
-        block = records // layout.rows_per_block
-        return block * layout.host_rows + ((block + 1) * layout.rows_per_block - 1 - records)
+        return records if self.source is None else self.layout.host_id(records)
 
     # -- attention -------------------------------------------------------------------------------------------------
 
@@ -174,11 +176,8 @@ class LayerMemory:
         recalled = None
         if layout.has_rows and step.row_table.shape[1] and self.stats is not None:
             budget = min(self.budget, step.row_table.shape[1])
-            wanted = step.wanted.clamp_max(budget)
-            chosen = self._choose(q, step.row_table, step.row_count, budget, wanted)
-            recalled = Pages(self.row_pages, self.row_ids(chosen.rows).int(), chosen.number, layout.row)
-            self.recalled += chosen.number.sum()
-            self.steps += len(q)
+            chosen = self._choose(q, step.row_table, step.row_count, budget, step.wanted)
+            recalled = self._bring(chosen)
         quantised = self.config.vtq.enable_per_block_quant
         if quantised and self.stats is None:
             kept = None  # nothing has been packed yet
@@ -193,6 +192,17 @@ class LayerMemory:
             self.scaling,
             split=self.config.vtq.split if quantised else None,
         ).out
+
+    def _bring(self, chosen: Chosen) -> Pages:
+        """Pages of the chosen rows: in the hot buffer, or where they lie."""
+        fmt = self.layout.row
+        if self.source is not None and self.hot is not None and self.hot.serves(len(chosen.rows)):
+            table = self.hot.bring(self.source, chosen.rows, chosen.number)
+            return Pages(self.hot.all.buffer, table, chosen.number, fmt)
+        self.recalled += chosen.number.sum()
+        self.steps += (chosen.number > 0).sum()
+        table = chosen.rows if self.source is None else host_ids(self.layout, chosen.rows)
+        return Pages(self.row_pages, table, chosen.number, fmt)
 
     def _decode_one(self, q: Tensor, step: Step, row: int) -> Tensor:
         """Request `row` by itself, q [Hq, D]."""

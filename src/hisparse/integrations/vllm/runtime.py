@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hisparse.errors import ConfigError
 from hisparse.integrations.vllm.companions import choose_kept, companions, of_rank
+from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, HotSize, hot_size
 from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.options import Options, refuse
@@ -20,6 +21,10 @@ from hisparse.tlif import Scorer
 from hisparse.vtq.stats import ChannelStats, channel_order
 
 logger = logging.getLogger("vllm.hisparse")
+
+STATIC = ("cuda",)
+"""Kinds of devices on which steps of single tokens have the same shapes and addresses each time, as CUDA graphs want
+them, and read rows of the host through hot buffers."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +74,43 @@ class Runtime:
         refuse(vllm_config, self.config)
         self.vllm_config = vllm_config
         self.context = int(vllm_config.model_config.max_model_len)
-        self.layout: BlockLayout = choose_layout(
-            self.config, heads, head_dim, dtype, self.context, self.options.block_tokens
-        )
+        self.static = vllm_config.device_config.device_type in STATIC
+        self.number_of_layers = int(vllm_config.model_config.get_num_layers(vllm_config.parallel_config))
+        self.kv_memory = _kv_memory(vllm_config) if self.static else 0
+        self.layout, self.hot_size = self._sizes(heads, head_dim, dtype)
         self.width = -(-self.context // self.layout.tokens)
         self.layers: list[LayerMemory | None] = []
+        self.hot: list[HotRows | None] = []
+        self.claims = Claims(self.hot_size.rows, torch.device(vllm_config.device_config.device_type))
         self.full: list[Full] = []
         self._waiting: Metadata | None = None
         self._room: Step | None = None
         self.packed_tokens = 0
-        # Steps of single tokens have the same shapes and addresses each time, as CUDA graphs want them.
-        self.static = vllm_config.device_config.device_type == "cuda"
         self._offered: dict[str, Any] = {}
         self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
-        reached, target = self.layout.capacity(self.context), self.config.budget.capacity
+        self._announce()
+
+    def _sizes(self, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[BlockLayout, HotSize]:
+        """Layout of blocks, and size of a layer's hot buffer, which takes its bytes from theirs."""
+        selection, tokens = self.config.selection, self.options.block_tokens
+        layout = choose_layout(self.config, heads, head_dim, dtype, self.context, tokens)
+        if not self.static or not layout.host_rows or not selection.hot_factor:
+            return layout, HotSize(0, 0, 0, 0)
+        memory = self.kv_memory // self.number_of_layers
+        budget = row_budget(layout, selection, self.context)
+        requests = int(self.vllm_config.scheduler_config.max_num_seqs)
+        size = hot_size(selection, layout, budget, requests, memory)
+        layout = choose_layout(self.config, heads, head_dim, dtype, self.context, tokens, size.bytes / memory)
+        return layout, hot_size(selection, layout, budget, requests, memory)
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a dense bfloat16 cache over those here, at the longest request, hot buffers included."""
+        share = self.hot_size.bytes * self.number_of_layers / self.kv_memory if self.hot_size.slots else 0.0
+        return self.layout.capacity(self.context) * (1 - share)
+
+    def _announce(self) -> None:
+        reached, target, size = self.capacity, self.config.budget.capacity, self.hot_size
         logger.info(
             "HiSparse: a block of %d bytes stands for %d tokens, %.2f x bfloat16 at %d tokens",
             self.layout.block_bytes,
@@ -98,10 +126,37 @@ class Runtime:
                 self.context,
                 reached,
             )
+        if size.slots:
+            logger.info(
+                "HiSparse: hot buffers of %d rows a layer, %.1f MiB in all, for steps of up to %d requests; larger "
+                "steps read all their rows from host memory",
+                size.slots,
+                size.bytes * self.number_of_layers / 2**20,
+                size.requests,
+            )
+        elif self.static and self.layout.host_rows and self.config.selection.hot_factor:
+            logger.warning(
+                "HiSparse: no hot buffer, every step reads its rows from host memory: what one request of %d tokens "
+                "recalls takes more than 1/%d of the KV memory. More KV memory or a shorter --max-model-len changes it",
+                self.context,
+                round(1 / HOT_SHARE),
+            )
 
     def add_layer(self) -> int:
-        """A place for one more layer; returns its index."""
+        """A place for one more layer, whose hot buffer is made now: vLLM counts it among the model's own bytes.
+
+        Where the user says how many bytes the KV memory has, the blocks get what the buffer leaves. Returns its index.
+        """
+        hot = None
+        if self.hot_size.slots:
+            budget = row_budget(self.layout, self.config.selection, self.context)
+            device, factor = self.claims.entries.device, self.config.selection.hot_factor
+            hot = HotRows(self.hot_size, self.layout, budget, factor, self.claims, device)
+            cache = self.vllm_config.cache_config
+            if cache.kv_cache_memory_bytes:
+                cache.kv_cache_memory_bytes -= self.hot_size.bytes
         self.layers.append(None)
+        self.hot.append(hot)
         return len(self.layers) - 1
 
     def check_dimensions(self, heads: int, head_dim: int) -> None:
@@ -215,7 +270,8 @@ class Runtime:
                 own = self._without_calibration()
             order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
             budget = row_budget(self.layout, self.config.selection, self.context)
-            memory = LayerMemory(self.layout, self.config, blocks, own, order, scaling, budget, self.static)
+            hot = self.hot[index]
+            memory = LayerMemory(self.layout, self.config, blocks, own, order, scaling, budget, self.static, hot)
             self.layers[index] = memory
         return memory
 
@@ -243,12 +299,19 @@ class Runtime:
         layers = [memory for memory in self.layers if memory is not None]
         found: dict[str, float] = {
             "packed_tokens": self.packed_tokens,
-            "capacity_ratio": self.layout.capacity(self.context),
+            "capacity_ratio": self.capacity,
         }
         if layers:
-            rows = int(torch.stack([memory.recalled for memory in layers]).sum())
+            rows, steps = (
+                torch.stack([torch.stack([memory.recalled, memory.steps]) for memory in layers]).sum(0).tolist()
+            )
+            buffers = [hot.counts() for hot in self.hot if hot is not None]
+            hits, misses, shared, queries = torch.stack(buffers).sum(0).tolist() if buffers else (0, 0, 0, 0)
+            rows += hits + misses + shared
+            found["recall_steps"] = steps + queries
             found["recalled_rows"], found["recalled_bytes"] = rows, rows * self.layout.row.page_bytes
-            found["recall_steps"] = int(torch.stack([memory.steps for memory in layers]).sum())
+            found["hot_hits"], found["hot_misses"] = hits + shared, misses
+            found["hot_bytes"] = self.hot_size.bytes * len(layers)
             found["quantisation_error"] = float(torch.stack([memory.error for memory in layers]).mean())
             found["device_bytes"] = sum(len(memory.dense) for memory in layers) * self.layout.block_bytes
             found["host_bytes"] = sum(0 if self.layout.rows_on_device else memory.row_pages.nbytes for memory in layers)
@@ -319,6 +382,15 @@ def free_memory() -> int | None:
         return None
     lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
+
+
+def _kv_memory(vllm_config: Any) -> int:
+    """Bytes for blocks and hot buffers on this rank: what the user says, else all that vLLM may use."""
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes:
+        return int(cache.kv_cache_memory_bytes)
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return int(total * cache.gpu_memory_utilization)
 
 
 def _rank() -> tuple[int, int]:

@@ -91,6 +91,7 @@ class Step:
             dense=self.dense[:, :dense],
             kept_table=self.kept_table[:, :kept],
             row_table=self.row_table[:, :rows],
+            wanted=self.wanted.clamp_max(rows),
         )
 
 
@@ -158,7 +159,7 @@ def make_step(
         kept_count=kept_count,
         row_table=row_table,
         row_count=row_count,
-        wanted=(budget / layout.row.tokens).ceil().int(),
+        wanted=(budget / layout.row.tokens).ceil().int().clamp_max(row_table.shape[1]),
     )
 
 

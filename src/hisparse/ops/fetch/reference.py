@@ -81,5 +81,9 @@ def store_rows(source: HostRows, rows: Tensor, pages: Tensor) -> None:
 
 def forget_rows(hot: HotBuffer, rows: Tensor) -> None:
     """See :func:`hisparse.ops.fetch.forget_rows`."""
-    hot.owner.masked_fill_(torch.isin(hot.owner, rows), -1)  # no list of slots, whose length the host would wait for
-    hot.slot_of.index_fill_(0, rows.long(), -1)
+    index, slots = rows.long(), len(hot.owner)
+    slot = hot.slot_of[index].long()
+    gone = torch.zeros(slots + 1, dtype=torch.bool, device=rows.device)  # no list of slots: the host would wait for it
+    gone.index_fill_(0, torch.where(slot < 0, slots, slot), True)
+    hot.owner.masked_fill_(gone[:-1], -1)
+    hot.slot_of.index_fill_(0, index, -1)

@@ -1,0 +1,162 @@
+"""One hot buffer a layer for all requests of a batch, in front of the rows in host memory.
+
+Requests that share a prefix share its blocks, hence rows: so the buffer is one for all of them, a row lies in it once,
+and a step's requests fetch together (`merge_rows`). A row is known by its place in the host pool. What is written anew
+there is forgotten here at once (`HotRows.forget`); a block that vLLM frees, or hands to a request that finds it in the
+prefix cache, keeps its bytes, and so its rows may stay.
+
+A step makes room among the first ``hot_factor`` times its own rows' slots: a small batch looks through few slots,
+whatever room there is for a large one, and finds what lies beyond all the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.config import SelectionConfig
+from hisparse.integrations.vllm.layout import BlockLayout
+from hisparse.ops._dispatch import backend_for
+from hisparse.ops.fetch import HostRows, HotBuffer, fetch_rows, forget_rows
+
+HOT_SHARE = 1 / 32
+"""Most of the KV memory that hot buffers take."""
+BOOKS = 8
+"""Bytes that a slot takes beside its row: owner and stamp."""
+
+
+class Merged(NamedTuple):
+    """Rows of a batch, each once: rows int32 [1, n], of which the first number int32 [1] count; rank int64 [n], where
+    the row of each entry of the batch is among them (0 for entries that do not count)."""
+
+    rows: Tensor
+    number: Tensor
+    rank: Tensor
+
+
+class HotSize(NamedTuple):
+    """slots: of a layer, 0 for no buffer; requests: that may decode through it at once, whatever they recall; bytes: of
+    a layer, with the books of `rows` row numbers."""
+
+    slots: int
+    requests: int
+    bytes: int
+    rows: int
+
+
+def hot_size(selection: SelectionConfig, layout: BlockLayout, budget: int, requests: int, memory: int) -> HotSize:
+    """How large a layer's buffer is where that layer has `memory` bytes for blocks and buffer.
+
+    budget: rows that a request recalls at most; requests: that may decode at once. ``hot_factor`` times what they all
+    recall, as far as HOT_SHARE of the memory goes; no buffer where that is less than one request recalls.
+    """
+    rows = memory // layout.block_bytes * layout.host_rows
+    room = int(memory * HOT_SHARE) - 4 * rows
+    slots = min(int(selection.hot_factor * budget) * requests, room // (layout.row.page_bytes + BOOKS))
+    if not layout.host_rows or slots < max(budget, 1):
+        return HotSize(0, 0, 0, 0)
+    slots, served = int(slots), min(requests, int(slots) // budget)
+    return HotSize(slots, served, slots * (layout.row.page_bytes + BOOKS) + 4 * rows, rows)
+
+
+class Claims:
+    """int32 [rows]: which entry of the step in progress stands for each row. All layers use one after the other."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.entries = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    def ensure(self, rows: int) -> None:
+        if rows > len(self.entries):
+            self.entries = self.entries.new_zeros(rows)
+
+
+class HotRows:
+    """The hot buffer of one layer. budget: rows that a request recalls at most."""
+
+    def __init__(
+        self, size: HotSize, layout: BlockLayout, budget: int, factor: float, claims: Claims, device: torch.device
+    ) -> None:
+        self.layout, self.size, self.claims = layout, size, claims
+        self.all = HotBuffer.empty((size.slots,), layout.row.page_bytes, size.rows, device)
+        # A batch of n requests replaces rows in the first searched[n - 1] slots.
+        self.searched = [min(size.slots, int(factor * budget) * n) for n in range(1, size.requests + 1)]
+        self.searched[-1:] = [size.slots]
+        bounds = torch.tensor([[0, slots] for slots in self.searched], dtype=torch.int32)
+        self.bounds = bounds.to(device)
+        self.shared = torch.zeros(2, dtype=torch.int64, device=device)
+        """Queries beyond one a step, and entries whose row another request of the step had asked for as well."""
+
+    def ensure(self, rows: int) -> None:
+        """Room for row numbers below `rows`. Not between steps that a CUDA graph has captured."""
+        self.all = self.all.with_rows(rows)
+        self.claims.ensure(rows)
+
+    def serves(self, requests: int) -> bool:
+        """True where a step of so many requests fits, whatever they recall."""
+        return requests <= self.size.requests
+
+    def bring(self, source: HostRows, records: Tensor, number: Tensor) -> Tensor:
+        """Bring the rows of records int32 [B, n] into the buffer, of each request the first number int32 [B].
+
+        Returns int32 [B, n], their slots; undefined beyond the number. Valid until the next call.
+        """
+        batch = len(records)
+        if batch == 1:
+            return fetch_rows(self._for(1), source, host_ids(self.layout, records), number)
+        merged = merge_rows(self.layout, records, number, self.claims.entries, self.shared)
+        slots = fetch_rows(self._for(batch), source, merged.rows, merged.number)
+        return slots.view(-1).take(merged.rank).view(records.shape)
+
+    def _for(self, requests: int) -> HotBuffer:
+        """The buffer as a step of so many requests sees it."""
+        hot, slots = self.all, self.searched[requests - 1]
+        return HotBuffer(
+            hot.buffer, hot.owner, hot.stamp, hot.slot_of, self.bounds[requests - 1], hot.clock, hot.counters, (slots,)
+        )
+
+    def forget(self, rows: Tensor) -> None:
+        """Rows int32 [n] of the host pool are written anew: what the buffer has of them is stale."""
+        forget_rows(self.all, rows)
+
+    def counts(self) -> Tensor:
+        """int64 [4]: rows found, rows read, rows that several requests shared, queries. Waits for nothing."""
+        return torch.cat([self.all.counters[0], self.shared[1:], self.all.clock + self.shared[:1]])
+
+
+def host_ids(layout: BlockLayout, records: Tensor) -> Tensor:
+    """Rows of the host pool that belong to row records int32 [...] (see `BlockLayout`), int32."""
+    if backend_for("fetch", records.device) != "reference":
+        from hisparse.integrations.vllm.kernels import host_ids as kernel
+
+        found: Tensor = kernel(records, layout.rows_per_block, layout.host_rows)
+        return found
+    return layout.host_id(records)
+
+
+def merge_rows(layout: BlockLayout, records: Tensor, number: Tensor, claims: Tensor, shared: Tensor) -> Merged:
+    """The host pool's rows that a batch wants, each once.
+
+    records: int32 [B, n], of each request the first number int32 [B], none of them twice in one request. claims: int32
+    [rows], whose content before does not matter and after is of no use. shared: int64 [2], counted up: see `HotRows`.
+    """
+    if backend_for("fetch", records.device) != "reference":
+        from hisparse.integrations.vllm.kernels import merge_rows as kernel
+
+        return Merged(*kernel(records, number, claims, shared, layout.rows_per_block, layout.host_rows))
+    there = (torch.arange(records.shape[1], device=records.device) < number[:, None]).flatten()
+    entry = there.nonzero().flatten()
+    row = host_ids(layout, records.flatten()[entry]).long()
+    claims[row] = entry.int()
+    first = claims[row].long()
+    own = first == entry
+    place = own.cumsum(0) - 1
+    where = torch.zeros(records.numel(), dtype=torch.int64, device=records.device)
+    where[entry[own]] = place[own]
+    rank = torch.zeros_like(where)
+    rank[entry] = where[first]
+    rows = records.new_zeros(1, records.numel())
+    rows[0, : int(own.sum())] = row[own].int()
+    shared += torch.stack([(number > 0).sum() - 1, (~own).sum()])
+    return Merged(rows, own.sum(dtype=torch.int32)[None], rank)

@@ -1,0 +1,227 @@
+"""The hot buffer that all requests of a batch share, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_memory import DIM, HEADS, QUERIES, Engine, Request, error, settings_of
+from torch import Tensor
+
+from hisparse.config import HiSparseConfig, SelectionConfig
+from hisparse.integrations.vllm import hot as module
+from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hot_size, merge_rows
+from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
+from hisparse.integrations.vllm.memory import LayerMemory
+from hisparse.integrations.vllm.step import row_budget
+from hisparse.ops.fetch import HostRows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAYOUT = choose_layout(HiSparseConfig(), HEADS, DIM, torch.float32, 1024, 64)
+BLOCKS = 6
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "triton":
+        pytest.importorskip("hisparse.integrations.vllm.kernels")
+    monkeypatch.setenv("HISPARSE_BACKEND", request.param)
+    return str(request.param)
+
+
+def records_of(rows: list[int], layout: BlockLayout = LAYOUT) -> list[int]:
+    """Row records of rows of the host pool, by their definition: row j of block b is record (b + 1) * n - 1 - j."""
+    return [(row // layout.host_rows + 1) * layout.rows_per_block - 1 - row % layout.host_rows for row in rows]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    """Rows of the host pool that each request of a batch wants, each once, and how many it may want."""
+    total = BLOCKS * LAYOUT.host_rows
+    budget = draw(st.integers(1, 9))
+    some = st.sampled_from(range(0, total, max(1, total // 12)))
+    wanted = st.lists(some, max_size=budget, unique=True)
+    return draw(st.lists(wanted, min_size=2, max_size=5)), budget
+
+
+def tables(rows: list[list[int]], budget: int) -> tuple[Tensor, Tensor]:
+    """Records int32 [B, budget] with something beyond the number, and the number int32 [B]."""
+    padded = [[*records_of(row), *[3] * (budget - len(row))] for row in rows]
+    number = [len(row) for row in rows]
+    return (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (padded, number))  # type: ignore[return-value]
+
+
+@settings(max_examples=40)
+@given(batch=batches())
+@pytest.mark.usefixtures("backend")
+def test_a_batch_lists_every_row_once(batch: tuple[list[list[int]], int]) -> None:
+    rows, budget = batch
+    records, number = tables(rows, budget)
+    claims = torch.full((BLOCKS * LAYOUT.host_rows,), 12345, dtype=torch.int32, device=DEVICE)
+    shared = torch.tensor([5, 7], device=DEVICE)
+    merged = merge_rows(LAYOUT, records, number, claims, shared)
+    every = {row for request in rows for row in request}
+    assert int(merged.number) == len(every)
+    listed = merged.rows[0, : len(every)].tolist()
+    assert sorted(listed) == sorted(every)
+    rank = merged.rank.view(len(rows), budget).tolist()
+    for i, request in enumerate(rows):
+        assert [listed[place] for place in rank[i][: len(request)]] == request
+        assert set(rank[i][len(request) :]) <= {0}
+    entries = sum(map(len, rows))
+    assert shared.tolist() == [5 + sum(map(bool, rows)) - 1, 7 + entries - len(every)]
+
+
+def small_buffer(slots: int, budget: int, requests: int) -> tuple[HotRows, HostRows]:
+    rows = BLOCKS * LAYOUT.host_rows
+    made = torch.randint(0, 256, (rows, LAYOUT.row.page_bytes), generator=torch.Generator().manual_seed(1))
+    host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda").copy_(made)
+    size = HotSize(slots, requests, 0, rows)
+    return HotRows(size, LAYOUT, budget, 2.0, Claims(rows, DEVICE), DEVICE), HostRows.of([host], DEVICE)
+
+
+@settings(max_examples=30)
+@given(steps=st.lists(batches(), min_size=1, max_size=6), gone=st.lists(st.integers(0, 30), max_size=5, unique=True))
+@pytest.mark.usefixtures("backend")
+def test_slots_hold_the_rows_that_were_asked_for(steps: list[tuple[list[list[int]], int]], gone: list[int]) -> None:
+    """Whoever asks, alone or together, for rows of its own or shared ones, written anew in between or not."""
+    hot, source = small_buffer(5 * 9, 9, 5)
+    asked = queries = 0
+    for number, (rows, budget) in enumerate(steps):
+        for requests in (rows, rows[:1]):
+            records, count = tables(requests, budget)
+            table = hot.bring(source, records, count)
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            for i, request in enumerate(requests):
+                assert torch.equal(hot.all.buffer[table[i, : len(request)].long()].cpu(), source.segments[0][request])
+            asked += sum(map(len, requests))
+            queries += max(1, sum(map(bool, requests))) if len(requests) == 1 else sum(map(bool, requests))
+            hot.all.check()
+        rewritten = torch.tensor(gone, dtype=torch.int64)
+        source.segments[0][rewritten] = number
+        hot.forget(rewritten.int().to(DEVICE))
+        hot.all.check()
+    found, read, shared, counted = hot.counts().tolist()
+    assert found + read + shared == asked
+    assert counted == queries
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_small_batch_finds_what_a_large_one_left() -> None:
+    """It makes room among the first slots, and uses rows wherever they are."""
+    hot, source = small_buffer(40, 4, 10)
+    crowd = [[4 * i + j for j in range(4)] for i in range(10)]
+    hot.bring(source, *tables(crowd, 4))
+    for request in crowd:
+        hot.bring(source, *tables([request], 4))
+    assert hot.counts().tolist() == [40, 40, 0, 20]
+    hot.bring(source, *tables([[50, 51, 52, 53]], 4))
+    assert set(hot.all.owner[:8].tolist()) > {50, 51, 52, 53}
+    assert hot.all.owner[8:].tolist() == [row for request in crowd for row in request][8:]
+
+
+@given(
+    memory=st.integers(0, 1 << 34),
+    requests=st.integers(1, 1024),
+    factor=st.sampled_from([0.0, 1.0, 2.0, 7.5]),
+    budget=st.integers(1, 3072),
+)
+def test_the_buffer_keeps_to_its_share(memory: int, requests: int, factor: float, budget: int) -> None:
+    size = hot_size(SelectionConfig(hot_factor=factor), LAYOUT, budget, requests, memory)
+    assert size.bytes <= memory / 32
+    assert size.slots <= factor * budget * requests
+    assert (size.slots == 0) == (size.requests == 0)
+    if size.slots:
+        assert size.requests <= requests
+        assert size.requests * budget <= size.slots
+        hot = HotRows(size._replace(rows=1), LAYOUT, budget, factor, Claims(1, CPU), torch.device("meta"))
+        assert all(n * budget <= slots <= size.slots for n, slots in enumerate(hot.searched, 1))
+
+
+class BatchedEngine(Engine):
+    """Requests decode together, through a hot buffer of `requests` times what one recalls."""
+
+    def __init__(self, config: HiSparseConfig, requests: int) -> None:
+        super().__init__(config)
+        self.budget = row_budget(self.layout, config.selection, 1024)
+        size = HotSize(2 * requests * self.budget, requests, 0, 7)  # fewer rows than there are: it has to grow
+        self.hot = HotRows(size, self.layout, self.budget, 2.0, Claims(7, CPU), CPU)
+        blocks = torch.zeros(200, 1, 1, self.layout.block_bytes, dtype=torch.uint8)
+        arguments = (self.layout, config, blocks, None, torch.arange(DIM), DIM**-0.5, self.budget, True, self.hot)
+        self.memory = LayerMemory(*arguments)
+
+    def both(self, requests: list[Request]) -> tuple[Tensor, Tensor, Tensor]:
+        """A step of all requests through the buffer, the same without it, and dense attention."""
+        seen: list[Tensor] = []
+        batch = self.memory.decode_batch
+
+        def twice(q: Tensor, step: object) -> Tensor:
+            found = batch(q, step)  # type: ignore[arg-type]
+            self.memory.hot = None
+            seen.append(batch(q, step))  # type: ignore[arg-type]
+            self.memory.hot = self.hot
+            return found
+
+        self.memory.decode_batch = twice  # type: ignore[method-assign,assignment]
+        found, expected = self.decode(requests)
+        self.memory.decode_batch = batch  # type: ignore[method-assign]
+        return found, seen[0], expected
+
+
+FEW = {"selection": {"min_tokens": 48, "root_factor": 0.0}}
+
+
+def rewrite(engine: BatchedEngine) -> list[tuple[Tensor, Tensor]]:
+    """A request decodes, ends, and another one gets its blocks; what the second sees with the buffer and without."""
+    first = Request()
+    engine.read(first, 300)
+    for _ in range(8):
+        engine.both([first])
+    engine.free += first.pages[::-1]  # handed out next, in the same order
+    second = Request()
+    engine.read(second, 300)
+    assert second.pages[:4] == first.pages[:4]
+    return [engine.both([second])[:2] for _ in range(8)]
+
+
+def test_a_block_written_anew_is_not_read_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block goes back to the pool with its rows in the buffer, as evicted blocks of the prefix cache do."""
+    for found, expected in rewrite(BatchedEngine(settings_of("host", **FEW), 2)):
+        assert torch.equal(found, expected)
+    monkeypatch.setattr(module.HotRows, "forget", lambda self, rows: None)
+    stale = rewrite(BatchedEngine(settings_of("host", **FEW), 2))
+    assert not all(torch.equal(found, expected) for found, expected in stale), "the test would see nothing"
+
+
+def test_requests_that_share_blocks_share_rows() -> None:
+    engine = BatchedEngine(settings_of("host", **FEW), 3)
+    owner, other = Request(), Request()
+    engine.read(owner, 330)
+    engine.read(other, 200)
+    heir = Request(k=[torch.cat(owner.k)[:320]], v=[torch.cat(owner.v)[:320]], pages=owner.pages[:5], past=320)
+    heir.ring = [0] * 5
+    for _ in range(20):
+        found, unbuffered, _ = engine.both([owner, heir, other])
+        assert torch.equal(found, unbuffered)
+        engine.hot.all.check()
+    hits, misses, shared, queries = engine.hot.counts().tolist()
+    assert hits > 0
+    assert shared > 0
+    assert misses > 0
+    assert queries == 60
+
+
+def test_more_requests_than_the_buffer_serves_read_from_the_host() -> None:
+    engine = BatchedEngine(settings_of("host"), 1)
+    requests = [Request(), Request()]
+    for request in requests:
+        engine.read(request, 200)
+    before = int(engine.memory.recalled)
+    found, _, expected = engine.both(requests)
+    assert error(found, expected) < 0.05
+    assert int(engine.hot.counts().sum()) == 0
+    assert int(engine.memory.recalled) > before
+    assert found.shape == (2, QUERIES, DIM)

@@ -31,10 +31,13 @@
 #define __cluster_dims__(...)
 
 struct uint2 { unsigned x, y; };
+struct alignas(8) float2 { float x, y; };
 struct int2 { int x, y; };
+struct float2 { float x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 using std::max;
 using std::min;
@@ -88,6 +91,9 @@ struct Fiber {
   Block* block = nullptr;
   std::vector<Copy> open;               // copies of the group not committed yet
   std::deque<std::vector<Copy>> groups;  // committed, oldest first
+  const void* heard = nullptr;          // global memory that it read last while others may write it, and what was there
+  char words[16];
+  unsigned size = 0;
 };
 
 struct Slot {
@@ -148,6 +154,7 @@ struct Device {
   std::vector<Copy> bulk;
   std::vector<std::pair<const char*, const char*>> known;  // global memory that copies may read
   Barrier cluster, ahead;      // `ahead`: threads that wait for the kernel ahead
+  std::vector<Fiber*> listening;  // to what others write into global memory
   std::vector<Hidden> hidden;  // of it
   bool before = false;         // it has not ended yet
   int alive = 0;
@@ -190,6 +197,30 @@ static void wake(Fiber* f) { f->warp->ready.push_back(f); }
 static void wake(std::vector<Fiber*>& fibers) {
   for (Fiber* f : fibers) wake(f);
   fibers.clear();
+}
+
+// Lets threads go on whose word in global memory is no longer what they read.
+static bool wake_listeners() {
+  bool any = false;
+  for (size_t i = device.listening.size(); i-- > 0;) {
+    Fiber* f = device.listening[i];
+    if (!memcmp(f->heard, f->words, f->size)) continue;
+    device.listening.erase(device.listening.begin() + i);
+    wake(f), any = true;
+  }
+  return any;
+}
+
+// A read of memory that other programs write. Who reads the same again waits for something else to be there: loops until a
+// word changes take no time, and one that never ends shows.
+static void listen(const void* p, void* to, unsigned size) {
+  Fiber* f = device.now;
+  if (f->heard == p && !memcmp(p, f->words, size)) {
+    device.listening.push_back(f);
+    block_here();
+  }
+  f->heard = p, f->size = size;
+  memcpy(f->words, p, size), memcpy(to, p, size);
 }
 
 static void meet(Barrier& barrier, int all) {
@@ -344,6 +375,7 @@ static void run_cluster() {
   while (device.alive) {
     device.now = nullptr;
     if (!device.bulk.empty() && draw() % 64 == 0) finish_bulk_copy();
+    if (!device.listening.empty() && draw() % 64 == 0) wake_listeners();
     if (!warp || warp->ready.empty() || draw() % 256 == 0) {
       warp = nullptr;
       for (Block& b : device.blocks)
@@ -352,7 +384,8 @@ static void run_cluster() {
           if (!w.ready.empty() && (!warp || w.priority > warp->priority)) warp = &w;
         }
       if (!warp) {
-        if (!device.bulk.empty()) {
+        if (wake_listeners()) {
+        } else if (!device.bulk.empty()) {
           finish_bulk_copy();
         } else if (!device.ahead.waiting.empty()) {  // as late as the program allows
           if (device.before) show_other();
@@ -391,7 +424,7 @@ static const char* launch(unsigned gx, unsigned gy, unsigned gz, unsigned thread
   for (unsigned n : order) {
     device.fibers = std::vector<Fiber>(count);
     device.blocks = std::vector<Block>(cluster);
-    device.bulk.clear(), device.cluster = device.ahead = Barrier(), device.alive = (int)count;
+    device.bulk.clear(), device.listening.clear(), device.cluster = device.ahead = Barrier(), device.alive = (int)count;
     const unsigned groups = gx / cluster;
     for (unsigned r = 0; r < cluster; r++) {
       Block& b = device.blocks[r];

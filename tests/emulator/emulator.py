@@ -36,7 +36,7 @@ INSTRUCTIONS = [  # PTX, its model
     (r"mbarrier\.init\.shared::cta\.b64", "mbarrier_init"),
     (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64", "mbarrier_expect"),
     (r"mbarrier\.arrive\.shared::cta\.b64", "mbarrier_arrive"),
-    (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes", "bulk_copy"),
+    (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes(\.L2::cache_hint)?", "bulk_copy"),
     (r"cp\.async\.c[ag]\.shared\.global(\.L2::cache_hint)?", "cp_async"),
     (r"cp\.async\.commit_group", "cp_async_commit"),
     (r"cp\.async\.wait_group", "cp_async_wait"),
@@ -47,7 +47,10 @@ INSTRUCTIONS = [  # PTX, its model
     (r"mapa\.shared::cluster\.u32", "mapa"),
     (r"ld\.shared::cluster\.u32", "ld_cluster"),
     (r"st\.shared::cluster\.u64", "st_cluster_u64"),
+    (r"ld\.relaxed\.gpu\.global\.s32", "ld_global"),
     (r"ld\.global(\.nc)?(\.L1::no_allocate)?(\.v[24])?\.[us]32", "ld_global"),
+    (r"ld\.(relaxed|acquire)\.gpu\.global\.(v4\.)?u(32|64)", "hear"),
+    (r"st\.relaxed\.gpu\.global\.u(32|64)", "tell"),
     (r"ex2\.approx\.ftz\.f32", "ex2"),
     (r"lg2\.approx\.ftz\.f32", "lg2"),
     (r"sqrt\.approx\.ftz\.f32", "sqrt_"),
@@ -176,8 +179,8 @@ def translate(source: str) -> str:
         cluster = re.search(r"__cluster_dims__\((\w+)", head[1])
         launches.append(
             f'extern "C" const char* launch_{head[2]}(unsigned x, unsigned y, unsigned z, unsigned threads, '
-            f"unsigned shared, unsigned seed, {parameters}) {{ return emu::launch(x, y, z, threads, shared, "
-            f"{cluster[1] if cluster else 1}, seed, [=] {{ {head[2]}({names}); }}); }}"
+            f"unsigned shared, unsigned seed, unsigned together, {parameters}) {{ return emu::launch(x, y, z, threads, "
+            f"shared, together ? x : {cluster[1] if cluster else 1}, seed, [=] {{ {head[2]}({names}); }}); }}"
         )
     return "\n".join(['#include "model.h"', source, *launches, KNOWN])
 
@@ -259,6 +262,7 @@ class EmulatedKernel:
         args: Sequence[Tensor | int | float | None],
         shared: int = 0,
         overlap: bool = False,
+        together: bool = False,
     ) -> None:
         values: list[ctypes.c_void_p | ctypes.c_float | ctypes.c_int] = []
         storages: dict[int, torch.UntypedStorage] = {}
@@ -279,7 +283,7 @@ class EmulatedKernel:
                     self._library.emu_hide(storage.data_ptr(), old, len(old))
         before = [_bytes(storage) for storage in storages.values()]
         EmulatedKernel.seed += 1
-        sizes = [ctypes.c_uint(n) for n in (*grid, block, shared, EmulatedKernel.seed)]
+        sizes = [ctypes.c_uint(n) for n in (*grid, block, shared, EmulatedKernel.seed, together)]
         message = self._launch(*sizes, *values)
         assert not message, f"{self.name}, seed {EmulatedKernel.seed}: {message.decode()}"
         after = [_bytes(storage) for storage in storages.values()]

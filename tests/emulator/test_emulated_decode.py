@@ -17,25 +17,9 @@ cuda = pytest.importorskip("hisparse.ops.decode.cuda")
 COMMON = {"heads": 4, "queries": 8, "dim": 128, "tokens": 8, "group": 64, "split": "rope"}
 
 
-class Combine:
-    """What follows the kernel, in plain torch: parts and their log2-sum-exp into one."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self._combine
-
-    @staticmethod
-    def _combine(part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *rest: Any) -> None:
-        top = part_lse.amax(-1)
-        weight = torch.exp2(part_lse - top.clamp_min(-1e30)[..., None])
-        total = weight.sum(-1)
-        sums = torch.where((weight > 0)[..., None], part * weight[..., None], 0.0).sum(2)
-        out.copy_(sums / total.clamp_min(1e-30)[..., None])
-        lse.copy_((top + total.log2()) * 0.6931471805599453)
-
-
 @pytest.fixture(name="run")
 def _run(emulate: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DecodeResult]:
-    emulate(cuda, can_run=lambda index: True, _multiprocessors=lambda index: 5, combine=Combine())
+    emulate(cuda, can_run=lambda index: True, _multiprocessors=lambda index: 5)
     plain = torch.Tensor.new_empty
 
     def poisoned(self: torch.Tensor, *size: Any, **kwargs: Any) -> torch.Tensor:
@@ -78,6 +62,7 @@ def test_at_every_shape(dim, group, heads, queries, tokens, split, bits, run) ->
 
 def test_long_shares_in_any_order(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of more stages than the pipeline is deep, warps and copies in different orders: the same result."""
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda index: 1)
     case = make_case(torch.bfloat16, **COMMON, counts=(160,), rows=(70,), lengths=(148,))
     want = decode_oracle.expected(case)
     monkeypatch.setattr(decode_oracle, "expected", lambda case: want)
@@ -88,8 +73,9 @@ def test_long_shares_in_any_order(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_ring_that_is_too_short_is_found(run: Any, altered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warps that run ahead overwrite page ids that others still need."""
-    altered("decode/decode.cu", "constexpr int RING = 16;", "constexpr int RING = 4;")
-    altered("decode/decode.cu", 'static_assert(STAGES + 2 <= RING, "too many stages");', "")
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda index: 1)
+    altered("decode/decode.cu", "constexpr int WAITING = 16;", "constexpr int WAITING = 4;")
+    altered("decode/decode.cu", 'static_assert(STAGES + 2 <= WAITING, "too many stages");', "")
     case = make_case(torch.bfloat16, **COMMON, counts=(160,), rows=None, lengths=(1,))
     want = decode_oracle.expected(case)
     monkeypatch.setattr(decode_oracle, "expected", lambda case: want)
@@ -103,7 +89,7 @@ def test_a_ring_that_is_too_short_is_found(run: Any, altered: Any, monkeypatch: 
 
 
 def test_a_stage_that_is_not_waited_for_is_found(run: Any, altered: Any) -> None:
-    altered("decode/decode.cu", "barrier_wait(full + 8 * stage, parity);", "")
+    altered("decode/decode.cu", "barrier_wait(ring.full + 8 * place.stage, place.parity);", "")
     case = make_case(torch.bfloat16, **COMMON, counts=(60,), rows=None, lengths=(1,))
     with pytest.raises(AssertionError):
         check(case, run(case, 0))

@@ -13,27 +13,35 @@ from torch import Tensor
 
 from hisparse.ops._cuda import Kernel, can_run, load_kernel
 from hisparse.ops.decode import triton as general
-from hisparse.ops.decode.kernels import combine
 from hisparse.ops.decode.types import DecodeResult, Pages
 from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
-CHUNK = 256
-"""Dense slots that one block attends to."""
-MOST_SLOTS = 1024
+DENSE = 64
+"""Dense slots of a piece (dense.cuh)."""
+MOST_SLOTS = 4096
 SHARED = 227 * 1024
 """Bytes of shared memory that a block may have on Hopper."""
+FIXED = 1024
+"""Bytes of it for barriers, beside page ids."""
+COMBINERS, CHANNELS = 256, 32
+"""Threads of a block that combines parts, and channels that it has (combine.cu)."""
 
 
 @dataclass(frozen=True)
 class Tuning:
     """tiles: tiles of 16 tokens that a stage holds, each attended to by one warp a KV head; stages: depth of the copy
-    pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift."""
+    pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift.
+
+    Of a call that starts early: late: blocks that start late, because the kernels ahead have their multiprocessors;
+    ahead: units of kept pages that each of the others can do until the recalled rows are there."""
 
     tiles: int
     stages: int
     blocks: int = 1
     multiply: int = 0
+    late: int = 16
+    ahead: int = 8
 
 
 def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:
@@ -46,12 +54,30 @@ def _warps(fmt: PageFormat) -> int:
     return 16 if fmt.head_dim <= 128 else 8
 
 
-def default_tuning(fmt: PageFormat, sizes: list[int]) -> Tuning:
+def _scratch(fmt: PageFormat, queries: int) -> int:
+    """Bytes for, in turn, dense slots, queries and V's statistics (query.cuh)."""
+    rows, dim = fmt.heads * queries, fmt.head_dim
+    return 4 * max(-(-(rows * (dim + 3) + dim // 4) // 4) * 4, 2 * fmt.heads * dim, DENSE * 8 + 16)
+
+
+def _sums(fmt: PageFormat, tiles: int) -> int:
+    """Bytes for what the warps of a block have summed up."""
+    return fmt.heads * tiles * 8 * (fmt.head_dim + 6) * 4
+
+
+def _shared(fmt: PageFormat, queries: int, tiles: int, stages: int, sizes: list[int]) -> int:
+    """Bytes of dynamic shared memory."""
+    return max(stages * _stage(fmt, tiles, sizes), _sums(fmt, tiles)) + _scratch(fmt, queries)
+
+
+def default_tuning(fmt: PageFormat, sizes: list[int], queries: int = 8) -> Tuning:
     """As many warps as have registers, and stages that fill shared memory."""
     tiles = max(1, min(_warps(fmt) // fmt.heads, 8))
     while any(16 * tiles % tokens for tokens in sizes):
         tiles += 1
-    return Tuning(tiles, max(2, min(8, (SHARED - 4096) // _stage(fmt, tiles, sizes))))
+    ids = 16 * 4 * 16 * tiles // min(sizes)
+    room = SHARED - FIXED - ids - _scratch(fmt, queries)
+    return Tuning(tiles, max(2, min(8, room // _stage(fmt, tiles, sizes))))
 
 
 @cache
@@ -68,6 +94,12 @@ def _formats(kept: Pages | None, recalled: Pages | None) -> tuple[Pages | None, 
     return present(kept), present(recalled)
 
 
+def _any_format(dense_k: Tensor) -> PageFormat:
+    """What the kernel is compiled for where there are no pages."""
+    heads, dim = dense_k.shape[1], dense_k.shape[3]
+    return PageFormat(4, heads, dim, 4, 4, dim)
+
+
 def supports(
     q: Tensor,
     dense_k: Tensor,
@@ -78,11 +110,11 @@ def supports(
     page_mass: bool,
     split: str | None,
 ) -> bool:
-    """True where this kernel can do it; there must be packed pages."""
+    """True where this kernel can do it."""
     parts = [pages for pages in _formats(kept, recalled) if pages is not None]
-    if not parts or stats is None or extra_logit is not None or q.dtype not in (torch.float16, torch.bfloat16):
+    if (parts and stats is None) or extra_logit is not None or q.dtype not in (torch.float16, torch.bfloat16):
         return False
-    formats = [pages.fmt for pages in parts]
+    formats = [pages.fmt for pages in parts] or [_any_format(dense_k)]
     first = formats[0]
     alike = all((f.k_bits, f.v_bits, f.group) == (first.k_bits, first.v_bits, first.group) for f in formats)
     most = 16 if page_mass else 64
@@ -103,6 +135,22 @@ def supports(
     )
 
 
+def _parts(q: Tensor, dense_k: Tensor, blocks: int) -> tuple[int, int]:
+    """Pieces of dense slots, and blocks of a sequence: both have a part of the result each."""
+    share = max(1, _multiprocessors(q.device.index or 0) * blocks // len(q))
+    return -(-dense_k.shape[2] // DENSE), share
+
+
+def _room(q: Tensor, parts: int) -> int:
+    """Floats that parts and their log-sum-exps take."""
+    return q.shape[0] * q.shape[1] * parts * (q.shape[2] + 1)
+
+
+def reserve(q: Tensor, dense_k: Tensor) -> Tensor:
+    """See :func:`hisparse.ops.decode.reserve`."""
+    return q.new_empty(_room(q, sum(_parts(q, dense_k, 1))), dtype=torch.float32)
+
+
 def _kernel(
     fmt: PageFormat, queries: int, bf16: bool, sizes: tuple[int, int], mass: bool, split: bool, tune: Tuning, index: int
 ) -> Kernel:
@@ -121,10 +169,14 @@ def _kernel(
         "STAGES": tune.stages,
         "BLOCKS": tune.blocks,
         "MASS": int(mass),
-        "CHUNK": CHUNK,
         "MULTIPLY": tune.multiply,
     }
     return load_kernel("decode/decode.cu", "decode", defines, device=torch.device("cuda", index))
+
+
+def _even(x: Tensor) -> bool:
+    """Rows of `x` can be read in words of two elements."""
+    return x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) and x.data_ptr() % 4 == 0
 
 
 def decode_attention(
@@ -141,34 +193,53 @@ def decode_attention(
     page_mass: bool,
     split: str | None,
     tuning: Tuning | None = None,
+    early: Tensor | None = None,
 ) -> DecodeResult:
-    """See :func:`hisparse.ops.decode.decode_attention`."""
+    """See :func:`hisparse.ops.decode.decode_attention`.
+
+    Starting early. The kernel reads queries, dense slots, kept pages, their tables, counts and statistics, and writes
+    parts to `early`, while kernels that were launched before it may still run: those from the scan of this step on.
+    That is safe because
+
+    - the scan's first kernel lets the next one start only after it has itself waited for what was launched before it,
+      and each further kernel starts when all programs of the one ahead have: so when this kernel runs, everything
+      launched before the scan has ended, and what it wrote can be seen;
+    - `early` was allocated before the scan and is held since: its memory belongs to none of the tensors that the scan
+      and the fetch make and drop;
+    - nothing else is written before the recalled rows are waited for, and no copy is launched in between: page masses
+      and tensors that have to be copied first make the call an ordinary one;
+    - when a program starts, all programs of the kernels ahead have their place on the device: none waits for room.
+
+    The wait before the recalled rows is a wait for all kernels ahead, since each of them waits for the one before it
+    before it ends.
+    """
     if not supports(q, dense_k, kept, recalled, stats, extra_logit, page_mass, split):
         return general.decode_attention(
             q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, extra_logit, extra_value, page_mass, split
         )
-    assert stats is not None
     parts = _formats(kept, recalled)
-    formats = [pages.fmt for pages in parts if pages is not None]
-    fmt = formats[0]
+    fmt = next((pages.fmt for pages in parts if pages is not None), None) or _any_format(dense_k)
     batch, q_heads, dim = q.shape
-    heads, slots = dense_k.shape[1], dense_k.shape[2]
-    if q.stride(2) != 1:
+    heads = dense_k.shape[1]
+    given = (q, dense_k, dense_v, *(pages.table for pages in parts if pages is not None))
+    if not _even(q):
         q = q.contiguous()
-    if dense_k.stride() != dense_v.stride() or dense_k.stride(3) != 1 or dense_k.stride(2) % 2:
+    if dense_k.stride() != dense_v.stride() or not _even(dense_k) or not _even(dense_v):
         dense_k, dense_v = dense_k.contiguous(), dense_v.contiguous()
+    parts = tuple(None if pages is None else replace(pages, table=pages.table.contiguous()) for pages in parts)
+    used = (q, dense_k, dense_v, *(pages.table for pages in parts if pages is not None))
+    copied = any(x is not y and x.data_ptr() != y.data_ptr() for x, y in zip(given, used, strict=True))
     sizes = [4 if pages is None else pages.fmt.tokens for pages in parts]  # what is absent needs a size, too
-    tune = tuning or default_tuning(fmt, sizes)
+    tune = tuning or default_tuning(fmt, sizes, q_heads // heads)
     index = q.device.index or 0
-    kernel = _kernel(
-        fmt, q_heads // heads, q.dtype == torch.bfloat16, (sizes[0], sizes[1]), page_mass, split == "rope", tune, index
-    )
-    pieces = -(-slots // CHUNK)
-    n_dense = pieces * heads
-    n_share = max(1, _multiprocessors(index) * tune.blocks // batch - n_dense)
-    n_part = pieces + n_share
-    part = q.new_empty(batch, q_heads, n_part, dim, dtype=torch.float32)
-    part_lse = q.new_empty(batch, q_heads, n_part, dtype=torch.float32)
+    bf16 = q.dtype == torch.bfloat16
+    kernel = _kernel(fmt, q_heads // heads, bf16, (sizes[0], sizes[1]), page_mass, split == "rope", tune, index)
+    pieces, share = _parts(q, dense_k, tune.blocks)
+    n_part = pieces + share
+    room = _room(q, n_part)
+    starts_early = early is not None and len(early) >= room and not page_mass and not copied
+    part = early if early is not None and starts_early else q.new_empty(room, dtype=torch.float32)
+    part_lse = part[batch * q_heads * n_part * dim :]
     out = q.new_empty(batch, q_heads, dim)
     lse = q.new_empty(batch, q_heads, dtype=torch.float32)
     masses: list[Tensor | None] = []
@@ -185,27 +256,26 @@ def decode_attention(
         width = pages.table.shape[1]
         mass = q.new_empty(batch, q_heads, width, dtype=torch.float32) if page_mass else None
         masses.append(mass)
-        arguments += [pages.pool, pages.table.contiguous(), pages.count, mass]
+        arguments += [pages.pool, pages.table, pages.count, mass]
         widths.append(width)
         strides.append(pages.pool.stride(0))
-    stage = _stage(fmt, tune.tiles, sizes)
+    statistics: list[Tensor | None] = [None] * 5
+    if stats is not None:
+        statistics = [stats.order, stats.k_mean, stats.k_scale, stats.v_mean, stats.v_scale]
+    late = min(tune.late, share - 1) if starts_early and batch == 1 else 0
     kernel(
-        (n_dense + n_share, batch, 1),
+        (share, batch, 1),
         32 * heads * tune.tiles,
         [
-            q, dense_k, dense_v, dense_len, *arguments, stats.order, stats.k_mean, stats.k_scale, stats.v_mean,
-            stats.v_scale, part, part_lse, float(scaling), n_dense, *widths, q.stride(0), q.stride(1),
-            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24, *strides,
+            q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling), pieces, *widths, q.stride(0), q.stride(1),
+            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24, *strides, starts_early, late,
+            tune.ahead if late else 0,
         ],
-        shared=max(
-            tune.stages * stage,
-            (tune.stages - 1) * stage + q_heads * (dim + 1) * 4,
-            (heads * 8 * dim + 16 * heads * tune.tiles) * 4,
-            (8 * dim + CHUNK * 8 + 16) * 4,
-        ),
+        shared=_shared(fmt, q_heads // heads, tune.tiles, tune.stages, sizes),
+        overlap=True,
     )  # fmt: skip
-    block_d = 32
-    combine[(batch * q_heads, -(-dim // block_d))](
-        part, part_lse, out, lse, n_part, dim, dim, block_d, 64, max(2, 1 << (n_part - 1).bit_length())
+    combine = load_kernel("decode/combine.cu", "combine", {"DIM": dim, "BF16": int(bf16)}, device=q.device)
+    combine.prefer_shared()(
+        (dim // CHANNELS, batch * q_heads, 1), COMBINERS, [part, part_lse, out, lse, n_part], overlap=True
     )
     return DecodeResult(out, lse, masses[0], masses[1])

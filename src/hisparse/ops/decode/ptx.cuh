@@ -16,9 +16,6 @@ __device__ inline void barrier_init(u32 bar, u32 count) {
 __device__ inline void barrier_expect(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ inline void barrier_arrive(u32 bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
 __device__ inline void barrier_wait(u32 bar, u32 parity) {
     asm volatile(
         "{\n .reg .pred done;\nagain:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
@@ -31,6 +28,12 @@ __device__ inline void bulk_copy(u32 to, const u8* from, u32 bytes, u32 bar) {
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
         "r"(bytes), "r"(bar)
         : "memory");
+}
+__device__ inline void copy4(u32 to, const void* from) {  // in the background, until wait_copies
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(4) : "memory");
+}
+__device__ inline void wait_copies() {
+    asm volatile("cp.async.commit_group;\n cp.async.wait_group 0;" ::: "memory");
 }
 __device__ inline void load2(u32 (&x)[2], u32 at) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at) : "memory");
@@ -100,6 +103,15 @@ __device__ inline float log2_(float x) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// What the kernel ahead wrote, read past the cache that may hold what was there before.
+__device__ inline int read_fresh(const int* p) {
+    int x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+// For launches that overlap: waits until the kernels ahead have ended and their writes can be seen; lets the next one start.
+__device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // The same value, but the compiler does not know how it came about: it stays in its register instead of being computed
 // again in every round.
 __device__ inline u32 opaque(u32 x) {

@@ -75,10 +75,12 @@ def test_same_tokens(stock: dict[str, Any], ids: list[int]) -> None:
     assert hits > 0
 
 
-def test_same_tokens_from_tables_at_fixed_addresses(stock: dict[str, Any], ids: list[int]) -> None:
+def test_same_tokens_from_tables_at_fixed_addresses(
+    stock: dict[str, Any], ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of single tokens as CUDA graphs take them: shapes of the longest request, requests in one call."""
+    monkeypatch.setattr("hisparse.integrations.vllm.runtime.STATIC", ("cpu",))
     with engine(SMALL, block_tokens=BLOCK, max_model_len=768, max_num_seqs=4) as llm:
-        runtime().static = True
         found = {"crowd": crowd(llm, ids), "follow": follow(llm, ids)}
         assert runtime().layers[0].batched
     assert found == {name: stock[name] for name in found}

@@ -139,3 +139,38 @@ def test_preempted_requests_go_on_where_they_were(ids: list[int]) -> None:
         tight = generate(llm, prompts, 90)
         assert metric(llm, "vllm:num_preemptions") > 0
     assert agreement(tight, roomy) >= 0.9
+
+
+def crowd(llm: Any, ids: list[int]) -> list[list[list[int]]]:
+    """Alone, found in the prefix cache, together, and again when others' blocks have taken the place of the first."""
+    prompts = [ids[500 * i : 500 * i + 400] for i in range(6)]
+    said = generate(llm, prompts[:1], 16) + generate(llm, [prompts[0] + ids[:5], prompts[0] + ids[9:12]], 16)
+    said += generate(llm, prompts[1:], 24)
+    before = metric(llm, "vllm:prefix_cache_hits")
+    said += generate(llm, prompts[:1], 16)
+    assert metric(llm, "vllm:prefix_cache_hits") - before < 384  # some blocks were evicted and written anew
+    return said
+
+
+def test_a_hot_buffer_leaves_the_text_alone(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps as on a GPU, with the buffer and without: rows that blocks held before they were evicted are not read."""
+    monkeypatch.setattr("hisparse.integrations.vllm.runtime.STATIC", ("cpu",))
+    monkeypatch.setattr("hisparse.integrations.vllm.hot.HOT_SHARE", 1 / 4)
+    said, blocks, counts = [], [], {}
+    for factor in (2.0, 0.0):
+        selection = {"min_tokens": 64, "root_factor": 0, "hot_factor": factor}
+        config = {"selection": selection, "tlif": {"prefix_length": 32}}
+        with engine(config, 20 * MIB, 64, max_model_len=512, max_num_seqs=4) as llm:
+            said.append(crowd(llm, ids))
+            blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+            state = runtime()
+            if factor:
+                counts, size, layout = state.statistics(), state.hot_size, state.layout
+                for hot in state.hot:
+                    hot.all.check()
+    assert said[0] == said[1]
+    assert size.requests == 4
+    assert counts["hot_hits"] > counts["hot_misses"] > 0
+    assert counts["recalled_rows"] >= counts["hot_hits"] + counts["hot_misses"]  # chunks recall as well
+    taken = (blocks[1] - blocks[0]) * layout.block_bytes
+    assert abs(taken - size.bytes) <= layout.block_bytes  # of each layer's bytes

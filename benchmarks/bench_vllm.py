@@ -37,6 +37,7 @@ CLAIMS = {
         "kv_connector": "HiSparseClaims",
         "kv_role": "kv_both",
         "kv_connector_module_path": "hisparse.integrations.vllm.claims",
+        "kv_connector_extra_config": {"key_std": 1.0},
     },
     "stock": {
         "kv_connector": "DecodeBenchConnector",
@@ -75,7 +76,7 @@ def start(kv: str, arguments: argparse.Namespace) -> Any:
     """An engine. `kv`: stock, a dtype of vLLM's cache, hisparse, or hisparse:FILE with a configuration."""
     from vllm import LLM
 
-    longest = max(arguments.context) + STEPS + 2
+    longest = max(arguments.context) + STEPS + 3
     options: dict[str, Any] = {"dtype": arguments.dtype, "max_model_len": longest, "seed": 0}
     options.update(max_num_seqs=max(arguments.batch), enable_prefix_caching=bool(arguments.needles))
     options["enforce_eager"] = arguments.eager
@@ -115,17 +116,18 @@ def seconds(llm: Any, prompts: list[list[int]], new: int) -> float:
     return time.perf_counter() - begin
 
 
-def measure(llm: Any, context: int, batch: int) -> dict[str, float]:
+def measure(llm: Any, context: int, batch: int, claim: bool) -> dict[str, float]:
     """Prefill in seconds, and milliseconds a token: what STEPS more tokens take, after prompts of the same length."""
     draw = random.Random(context)
+    length = context + claim  # whole blocks can be claimed; one token remains to be computed
 
     def prompts(number: int, length: int) -> list[list[int]]:
         """New ones each time: nothing is found in a prefix cache."""
         return [[draw.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(number)]
 
     seconds(llm, prompts(1, 64), 4)
-    first = seconds(llm, prompts(batch, context), 1)
-    every = seconds(llm, prompts(batch, context), 1 + STEPS)
+    first = seconds(llm, prompts(batch, length), 1)
+    every = seconds(llm, prompts(batch, length), 1 + STEPS)
     return {"prefill_s": round(first, 4), "ms_per_token": round((every - first) / STEPS * 1e3, 4)}
 
 
@@ -189,7 +191,7 @@ def main() -> None:
                 print(f"{kv} at {context}: {needles(llm, arguments.needles, context)} needles", flush=True)
             for batch in arguments.batch:
                 row = {"kv": kv, "shape": arguments.shape or arguments.model, "context": context, "batch": batch}
-                rows.append({**row, **measure(llm, context, batch), **memory(llm, kv)})
+                rows.append({**row, **measure(llm, context, batch, arguments.claim), **memory(llm, kv)})
                 print(json.dumps(rows[-1]), flush=True)
         stop(llm)
     if arguments.out is not None:

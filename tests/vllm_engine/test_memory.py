@@ -277,13 +277,22 @@ def test_the_target_is_met_where_the_context_allows_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["host", "device", "raw"])
-def test_a_pool_filled_with_random_blocks_can_be_read(name: str) -> None:
+def test_blocks_filled_with_random_content_can_be_read(name: str) -> None:
     """What benchmarks of decoding read: every block valid, whoever gets it."""
-    from hisparse.integrations.vllm.filling import fill
+    from hisparse.integrations.vllm.filling import Filling
 
     engine = Engine(settings_of(name))
-    fill(engine.memory)
+    engine.memory.blocks.fill_(0xFF)  # what earlier requests left
+    engine.memory.dense[0] = 0
     request = Request(k=[torch.zeros(640, HEADS, DIM)], v=[torch.zeros(640, HEADS, DIM)], past=640, ring=[0] * 10)
+    engine.step([request], [1])
+    filling = Filling(engine.memory)
+    before = engine.memory.blocks
+    for _ in range(2):
+        before = engine.memory.blocks.clone()
+        filling.fill(request.pages[:1], True)
+        filling.fill(request.pages[1:], False)
+    assert torch.equal(before, engine.memory.blocks)  # what is there already stays
     for _ in range(30):
         found, _ = engine.decode([request])
         assert bool(found.isfinite().all())

@@ -1,28 +1,57 @@
-"""Random but valid content for a whole pool, for benchmarks of decoding."""
+"""Random but valid content for blocks that nobody computed, for benchmarks of decoding."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hisparse.integrations.vllm.memory import LayerMemory
 
+TOGETHER = 64
+"""Blocks that are packed at a time."""
+MARK = 64
+"""Bytes of a block, its last ones, that tell whether it still holds what it was filled with."""
 
-@torch.no_grad()
-def fill(memory: LayerMemory) -> None:
-    """Put one random block into every block of the pool, with a head of zeros."""
-    layout, blocks = memory.layout, memory.dense
-    generator = torch.Generator(device=blocks.device).manual_seed(0)
-    shape = (1, layout.tokens, layout.heads, layout.head_dim)
-    k, v = (torch.randn(shape, generator=generator, device=blocks.device).to(layout.dtype) for _ in range(2))
-    if memory.stats is not None:
-        k, v = k * memory.stats.k_scale + memory.stats.k_mean, v * memory.stats.v_scale + memory.stats.v_mean
-        k, v = k.to(layout.dtype), v.to(layout.dtype)
-    one = torch.ones(1, dtype=torch.int64, device=blocks.device)
-    kept = (torch.arange(layout.tokens, device=blocks.device) < layout.other.pages * layout.page.tokens)[None]
-    memory.pack(k, v, one, kept, False)
-    flat = memory.blocks
-    flat[1, : layout.head_pages * layout.page_stride] = 0
-    flat[:] = flat[1].clone()
-    if layout.host_rows:
-        rows = memory.row_pages.view(len(flat), layout.host_rows, -1)
-        rows[:] = rows[1].clone()
+
+class Filling:
+    """Packs random tokens into blocks of one layer, and knows which blocks still hold them.
+
+    key_std: standard deviation of the keys, where the layer's statistics are the identity; values have 1.
+    """
+
+    def __init__(self, memory: LayerMemory, key_std: float = 1.0) -> None:
+        self.memory, self.key_std = memory, key_std
+        device = memory.blocks.device
+        self.generator = torch.Generator(device=device).manual_seed(0)
+        self.marks = torch.zeros(len(memory.blocks), MARK, dtype=torch.uint8, device=device)
+        self.kind = torch.zeros(len(memory.blocks), dtype=torch.uint8, device=device)  # 1: later block, 2: first block
+
+    @torch.no_grad()
+    def fill(self, blocks: list[int], first: bool) -> None:
+        """Give random content to those of `blocks` that have none. first: they begin their sequences."""
+        if not blocks:
+            return
+        ids = torch.tensor(blocks, device=self.marks.device)
+        held = (self._marks(ids) == self.marks[ids]).all(1) & (self.kind[ids] == 1 + first)
+        for some in torch.split(ids[~held], TOGETHER):
+            self._pack(some, first)
+            self.marks[some] = self._marks(some)
+            self.kind[some] = 1 + first
+
+    def _marks(self, ids: Tensor) -> Tensor:
+        return self.memory.blocks[ids, -MARK:]
+
+    def _pack(self, ids: Tensor, first: bool) -> None:
+        memory, layout = self.memory, self.memory.layout
+        shape = (len(ids), layout.tokens, layout.heads, layout.head_dim)
+        k, v = (torch.randn(shape, generator=self.generator, device=ids.device) for _ in range(2))
+        k *= self.key_std
+        if memory.stats is not None:
+            k, v = k * memory.stats.k_scale + memory.stats.k_mean, v * memory.stats.v_scale + memory.stats.v_mean
+        counts = layout.first if first else layout.other
+        order = torch.rand(len(ids), layout.tokens, generator=self.generator, device=ids.device)
+        if first:
+            order[:, : layout.head] = -1.0
+        best = order.topk(counts.pages * layout.page.tokens, dim=1).indices
+        kept = torch.zeros_like(order, dtype=torch.bool).scatter_(1, best, True)
+        memory.pack(k.to(layout.dtype), v.to(layout.dtype), ids, kept, first)

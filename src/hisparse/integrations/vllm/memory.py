@@ -10,9 +10,11 @@ from torch import Tensor
 
 from hisparse.cache.layer import CHUNK_BUDGET
 from hisparse.config import HiSparseConfig
+from hisparse.integrations.vllm.anchors import AnchorShare
 from hisparse.integrations.vllm.hot import HotRows, host_ids
 from hisparse.integrations.vllm.layout import BlockLayout, Counts
 from hisparse.integrations.vllm.step import Place, Step
+from hisparse.ops._dispatch import backend_for
 from hisparse.ops.attend import Packed, attend, attend_recalled, select_for_chunk
 from hisparse.ops.decode import Pages, decode_attention
 from hisparse.ops.fetch import HostRows, store_rows
@@ -34,7 +36,8 @@ class LayerMemory:
 
     `stats` may be None: they are then estimated from the first block that is packed. budget: most rows that a query
     recalls. batched: requests decode together, without waiting for the device, as on a GPU; on a CPU nothing is gained
-    by a batch, and padding is work. hot: the buffer that such steps read rows of the host through.
+    by a batch, and padding is work. hot: the buffer that such steps read rows of the host through. anchors: counts what
+    decoding attends to, in one layer of a model.
     """
 
     def __init__(
@@ -48,8 +51,9 @@ class LayerMemory:
         budget: int,
         batched: bool = False,
         hot: HotRows | None = None,
+        anchors: AnchorShare | None = None,
     ) -> None:
-        self.batched, self.hot = batched, hot
+        self.batched, self.hot, self.anchors = batched, hot, anchors
         self.layout, self.config, self.scaling, self.budget = layout, config, scaling, budget
         self.blocks_at = blocks.data_ptr()
         self.stats, self.order = None if stats is None else stats.to(blocks.device), order
@@ -163,15 +167,26 @@ class LayerMemory:
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Attention of one new token a request, which is written first. q [B, Hq, D]; k, v [B, H, D]."""
+        if self.batched and backend_for("decode", q.device) != "reference":
+            from hisparse.integrations.vllm.step_kernels import renew
+
+            place, new = step.dense, step.new
+            dense, length = renew(self.dense, place.block, place.slot, step.dense_past, new.block, new.slot, k, v)
+            return self.decode_batch(q, step, dense, length)
         self.write(step.new, k, v)
         if self.batched:
             return self.decode_batch(q, step)
         return torch.stack([self._decode_one(q[i], step, i) for i in range(len(q))])
 
-    def decode_batch(self, q: Tensor, step: Step) -> Tensor:
-        """As `decode`, for all requests together and without waiting for the device; the new token is written."""
+    def decode_batch(self, q: Tensor, step: Step, dense: Tensor | None = None, length: Tensor | None = None) -> Tensor:
+        """As `decode`, for all requests together and without waiting for the device; the new token is written.
+
+        dense [B, S, 2, H, D], length int32 [B]: the tokens read densely, where they have been gathered.
+        """
         layout = self.layout
-        dense_k, dense_v = self.read(step.dense)
+        if dense is None or length is None:
+            dense, length = self.dense[step.dense.block, step.dense.slot], step.dense_past + 1
+        dense_k, dense_v = dense[:, :, 0], dense[:, :, 1]
         kept = Pages(self.pages, step.kept_table, step.kept_count, layout.page) if layout.other.pages else None
         recalled = None
         if layout.has_rows and step.row_table.shape[1] and self.stats is not None:
@@ -181,17 +196,22 @@ class LayerMemory:
         quantised = self.config.vtq.enable_per_block_quant
         if quantised and self.stats is None:
             kept = None  # nothing has been packed yet
-        return decode_attention(
+        anchors = self.anchors if recalled is not None else None
+        result = decode_attention(
             q,
             dense_k.transpose(1, 2),
             dense_v.transpose(1, 2),
-            step.dense_past + 1,
+            length,
             kept,
             recalled,
             self.stats,
             self.scaling,
+            page_mass=anchors is not None,
             split=self.config.vtq.split if quantised else None,
-        ).out
+        )
+        if anchors is not None and recalled is not None:
+            anchors.add(result, recalled.count)
+        return result.out
 
     def _bring(self, chosen: Chosen) -> Pages:
         """Pages of the chosen rows: in the hot buffer, or where they lie."""
@@ -219,6 +239,8 @@ class LayerMemory:
             packed.append(self._rows(records[0].long()))
             self.recalled += records.shape[1]
             self.steps += 1
+            if self.anchors is not None and self.anchors.due():
+                self._measure(self.anchors, q, dense_k, dense_v, packed)
         new = dense_k.shape[1] - 1  # the new token is the last dense one
         return attend(
             q[:, None],
@@ -230,6 +252,20 @@ class LayerMemory:
             self.stats,
             self.scaling,
         )[:, 0]
+
+    def _measure(self, anchors: AnchorShare, q: Tensor, dense_k: Tensor, dense_v: Tensor, packed: list[Packed]) -> None:
+        """Count what `_decode_one` attends to; the last of `packed` are the recalled rows."""
+
+        def pages(part: Packed) -> Pages:
+            pool = part.read(q.device)
+            table = torch.arange(len(pool), dtype=torch.int32, device=q.device)[None]
+            return Pages(pool, table, torch.full((1,), len(pool), dtype=torch.int32, device=q.device), part.fmt)
+
+        length = torch.full((1,), dense_k.shape[1], dtype=torch.int32, device=q.device)
+        kept, recalled = (pages(packed[0]) if len(packed) > 1 else None), pages(packed[-1])
+        dense = dense_k[None], dense_v[None], length
+        result = decode_attention(q[None], *dense, kept, recalled, self.stats, self.scaling, page_mass=True)
+        anchors.add(result, recalled.count)
 
     def _choose(self, q: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None) -> Chosen:
         assert self.stats is not None  # rows exist, so something was packed

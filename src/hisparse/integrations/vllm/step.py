@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hisparse.config import SelectionConfig
 from hisparse.integrations.vllm.layout import BlockLayout
+from hisparse.ops._dispatch import backend_for
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,18 @@ def _table(
 ) -> tuple[Tensor, Tensor]:
     """Records of the first `packed` blocks: `first` of block 0, `other` of each later one; int32 [B, n], int32 [B].
 
-    skip: records that the head of block 0 takes from the front; None counts records from the back.
+    skip: records that the head of block 0 takes from the front; None counts records from the back. Entries beyond a
+    count are undefined.
     """
-    entry = torch.arange(first + max(width - 1, 0) * other, device=pages.device)
+    entries = first + max(width - 1, 0) * other
+    if backend_for("decode", pages.device) != "reference":
+        from hisparse.integrations.vllm.step_kernels import fill_table
+
+        found = torch.empty(len(pages), entries, dtype=torch.int32, device=pages.device)
+        number = torch.empty(len(pages), dtype=torch.int32, device=pages.device)
+        fill_table(pages, packed, found, number, first, other, per_block, skip)
+        return found, number
+    entry = torch.arange(entries, device=pages.device)
     block = torch.where(entry < first, 0, 1 + (entry - first).clamp_min(0) // max(other, 1))
     record = torch.where(entry < first, entry, (entry - first) % max(other, 1))
     record = per_block - 1 - record if skip is None else torch.where(entry < first, record + skip, record)

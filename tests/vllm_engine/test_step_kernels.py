@@ -1,0 +1,65 @@
+"""The Triton twins of a step's tables and of its dense tokens, against the plain ones."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hisparse.integrations.vllm.step import _table
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from hisparse.integrations.vllm import step_kernels  # noqa: E402 - interpreted from the first import on
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    first=st.integers(0, 7), other=st.integers(0, 9), width=st.integers(1, 300), batch=st.integers(1, 3),
+    skip=st.sampled_from([None, 0, 3]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_tables(first: int, other: int, width: int, batch: int, skip: int | None, seed: int) -> None:
+    make = torch.Generator().manual_seed(seed)
+    pages = torch.randint(1, 1000, (batch, width), generator=make, dtype=torch.int32).to(DEVICE)
+    packed = torch.randint(0, width + 1, (batch,), generator=make).to(DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HISPARSE_BACKEND", "reference")
+        ids, count = _table(pages, packed, width, first, other, 21, skip)
+    found, number = torch.full_like(ids, -1), torch.full_like(count, -1)
+    step_kernels.fill_table(pages, packed, found, number, first, other, 21, skip)
+    assert torch.equal(number, count)
+    for b in range(batch):
+        assert torch.equal(found[b, : count[b]], ids[b, : count[b]])
+        assert bool((found[b, count[b] :] == -1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (1, 24), (4, 128)])
+def test_renewed_dense_tokens(heads: int, dim: int, dtype: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(heads)
+    memory = torch.randn(17, 5 * 2 * heads * dim + 16, generator=make).to(dtype).to(DEVICE)
+    dense = memory[:, : 5 * 2 * heads * dim].view(17, 5, 2, heads, dim)
+    batch, slots = 4, 19
+    places = torch.randperm(85, generator=make)[: batch * (slots + 1)].view(batch, -1).to(DEVICE)
+    past = torch.tensor([0, 7, 8, 18], dtype=torch.int32, device=DEVICE)
+    block, slot = places[:, :slots] // 5, places[:, :slots] % 5
+    new = places.gather(1, past[:, None].long())[:, 0]
+    qkv = torch.randn(batch, 5, heads, dim, generator=make).to(dtype).to(DEVICE)
+    k, v = qkv[:, 1], qkv[:, 3]
+    before = dense.clone()
+    out, length = step_kernels.renew(dense, block, slot, past, new // 5, new % 5, k, v)
+    assert length.tolist() == [1, 8, 9, 19]
+    for b in range(batch):
+        n = int(past[b])
+        assert torch.equal(out[b, :n], before[block[b, :n], slot[b, :n]])
+        assert torch.equal(out[b, n], torch.stack([k[b], v[b]]))
+    written = before.clone()
+    written[new // 5, new % 5] = torch.stack([k, v], 1)
+    assert torch.equal(dense, written)

@@ -22,6 +22,7 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,31 @@ def start(kv: str, arguments: argparse.Namespace) -> Any:
         options["kv_cache_dtype"] = kv
     if arguments.claim:
         options["kv_transfer_config"] = CLAIMS["hisparse" if kv.startswith("hisparse") else "stock"]
-    return LLM(**options)
+    llm = LLM(**options)
+    if arguments.shape:
+        llm.apply_model(partial(spread, drift=arguments.drift))
+    return llm
+
+
+def spread(model: Any, drift: float) -> None:
+    """Give a model of random weights scores that are spread as a model's are, and queries that drift.
+
+    vLLM's own random weights are so small that all attention is uniform. All tokens' embeddings share a direction, so
+    that neighbouring steps want rows in common; `drift` is the part that is a token's own. A benchmark's rows say
+    which share of the rows was found in the hot buffer.
+    """
+    import torch
+
+    generator: dict[Any, Any] = {}
+    for name, weight in model.named_parameters():
+        make = generator.setdefault(weight.device, torch.Generator(weight.device).manual_seed(0))
+        if weight.dim() < 2:
+            weight.data.fill_(1.0)
+        elif "embed_tokens" in name:
+            common = torch.randn(weight.shape[1], generator=make, device=weight.device)
+            weight.data.normal_(0.0, drift, generator=make).add_(common * (1 - drift**2) ** 0.5)
+        else:
+            weight.data.normal_(0.0, weight.shape[-1] ** -0.5, generator=make)
 
 
 def stop(llm: Any) -> None:
@@ -126,9 +151,24 @@ def measure(llm: Any, context: int, batch: int, claim: bool) -> dict[str, float]
         return [[draw.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(number)]
 
     seconds(llm, prompts(1, 64), 4)
+    before = hot_counts()
     first = seconds(llm, prompts(batch, length), 1)
     every = seconds(llm, prompts(batch, length), 1 + STEPS)
-    return {"prefill_s": round(first, 4), "ms_per_token": round((every - first) / STEPS * 1e3, 4)}
+    found = {"prefill_s": round(first, 4), "ms_per_token": round((every - first) / STEPS * 1e3, 4)}
+    hits, misses = (now - then for now, then in zip(hot_counts(), before, strict=True))
+    return {**found, "hot_hit_rate": round(hits / (hits + misses), 4)} if hits + misses else found
+
+
+def hot_counts() -> tuple[float, float]:
+    """Rows found in HiSparse's hot buffers so far, and rows read from the host; 0 for other engines."""
+    from hisparse.errors import FormatError
+    from hisparse.integrations.vllm.backend import current_runtime
+
+    try:
+        statistics = current_runtime().statistics()
+    except FormatError:
+        return 0, 0
+    return statistics.get("hot_hits", 0), statistics.get("hot_misses", 0)
 
 
 def memory(llm: Any, kv: str) -> dict[str, int]:
@@ -179,6 +219,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, help="HiSparse's blocks, where the host pool is what limits them")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
     parser.add_argument("--claim", action="store_true", help="no prefill: random KV stands for the prompt's")
+    parser.add_argument("--drift", type=float, default=0.3, help="of a shape: how much queries differ between tokens")
     parser.add_argument("--needles", nargs="*", type=Path, default=[], help="texts to hide facts in")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from hisparse.integrations.vllm import step_kernels  # noqa: E402 - interpreted from the first import on
+from hisparse.integrations.vllm import step_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,8 +6,8 @@ values::
     --kv-transfer-config '{"kv_connector": "HiSparseClaims", "kv_role": "kv_both",
                            "kv_connector_module_path": "hisparse.integrations.vllm.claims"}'
 
-Key `key_std` of ``kv_connector_extra_config`` is the standard deviation of the keys: which rows a step recalls depends on
-how the scores are spread, and weights that are random, too, make tiny queries.
+Key `key_std` of ``kv_connector_extra_config`` is the standard deviation of the keys, 1: which rows a step recalls
+depends on how the scores are spread.
 """
 
 from __future__ import annotations

@@ -31,10 +31,7 @@ def _fill_table(
     divisor = tl.maximum(other, 1)
     block = tl.where(entry < first, 0, 1 + later // divisor)
     record = tl.where(entry < first, entry, later % divisor)
-    if BACK:
-        record = per_block - 1 - record
-    else:
-        record = tl.where(entry < first, entry + skip, record)
+    record = per_block - 1 - record if BACK else tl.where(entry < first, entry + skip, record)
     page = tl.load(p_pages + b * pages_stride + tl.minimum(block, pages_width - 1), mask=used, other=0)
     tl.store(p_ids + b * width.to(tl.int64) + entry, page * per_block + record, mask=used)
 

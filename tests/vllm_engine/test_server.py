@@ -186,6 +186,8 @@ def test_metrics_tell_what_happened(server: Server) -> None:
     assert 0 < found["hisparse:quantisation_error"] < 0.1
     assert found["hisparse:recalled_rows_total"] > 0
     assert found["hisparse:recalled_bytes_total"] > found["hisparse:recalled_rows_total"]
+    assert 0 < found["hisparse:anchor_hit_rate"] < 1
+    assert found["hisparse:hot_hits_total"] == found["hisparse:hot_misses_total"] == 0  # there are no buffers on a CPU
 
 
 def test_a_server_told_to_end_under_load_ends(server: Server) -> None:

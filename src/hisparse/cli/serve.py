@@ -31,7 +31,7 @@ LINGER = 5
 
 UNUSED = (
     "tlif.threshold_base", "tlif.threshold_scale_factor", "tlif.threshold_exponent", "blgs", "lifecycle",
-    "prefill.chunk", "prefill.choose", "selection.scan_interval", "selection.hot_factor",
+    "prefill.chunk", "selection.scan_interval",
 )  # fmt: skip
 """Keys of a configuration that the vLLM plugin has no use for."""
 

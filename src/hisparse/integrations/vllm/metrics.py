@@ -40,7 +40,13 @@ METRICS = {
     "recall_steps": Metric(True, "Layers' attention steps that recalled rows, one for each query."),
     "recalled_rows": Metric(True, "Rows read back, all layers."),
     "recalled_bytes": Metric(True, "Bytes of the rows read back, all layers."),
+    "hot_hits": Metric(True, "Recalled rows that lay in a hot buffer on the device, all layers."),
+    "hot_misses": Metric(True, "Recalled rows that a hot buffer had to read from host memory, all layers."),
+    "anchor_hit_rate": Metric(
+        False, "Share of a decode query's attention on dense and kept tokens, since the last reading, one layer."
+    ),
     "device_bytes": Metric(False, "Bytes of the KV pool on the device, all layers."),
+    "hot_bytes": Metric(False, "Bytes of the hot buffers on the device, all layers."),
     "host_bytes": Metric(False, "Bytes of the pool of rows in host memory, all layers."),
     "capacity_ratio": Metric(False, "Bytes in a dense bfloat16 cache over bytes here, at the longest request allowed."),
     "quantisation_error": Metric(False, "Relative error of the keys of the page that was checked last."),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import ConfigError
+from hisparse.integrations.vllm.anchors import AnchorShare
 from hisparse.integrations.vllm.companions import choose_kept, companions, of_rank
 from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, HotSize, hot_size
 from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
@@ -83,6 +84,8 @@ class Runtime:
         self.hot: list[HotRows | None] = []
         self.claims = Claims(self.hot_size.rows, torch.device(vllm_config.device_config.device_type))
         self.full: list[Full] = []
+        self.anchors: AnchorShare | None = None  # of the layer in the middle
+        self._anchors_seen: tuple[float, ...] = (0.0, 0.0)
         self._waiting: Metadata | None = None
         self._room: Step | None = None
         self.packed_tokens = 0
@@ -271,7 +274,12 @@ class Runtime:
             order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
             budget = row_budget(self.layout, self.config.selection, self.context)
             hot = self.hot[index]
-            memory = LayerMemory(self.layout, self.config, blocks, own, order, scaling, budget, self.static, hot)
+            if index == self.number_of_layers // 2:
+                self.anchors = AnchorShare(blocks.device)
+            anchors = self.anchors if index == self.number_of_layers // 2 else None
+            memory = LayerMemory(
+                self.layout, self.config, blocks, own, order, scaling, budget, self.static, hot, anchors
+            )
             self.layers[index] = memory
         return memory
 
@@ -312,10 +320,20 @@ class Runtime:
             found["recalled_rows"], found["recalled_bytes"] = rows, rows * self.layout.row.page_bytes
             found["hot_hits"], found["hot_misses"] = hits + shared, misses
             found["hot_bytes"] = self.hot_size.bytes * len(layers)
+            found.update(self._anchor_hit_rate())
             found["quantisation_error"] = float(torch.stack([memory.error for memory in layers]).mean())
             found["device_bytes"] = sum(len(memory.dense) for memory in layers) * self.layout.block_bytes
             found["host_bytes"] = sum(0 if self.layout.rows_on_device else memory.row_pages.nbytes for memory in layers)
         return found
+
+    def _anchor_hit_rate(self) -> dict[str, float]:
+        """Of the queries since the last call; nothing where there were none."""
+        if self.anchors is None:
+            return {}
+        now = tuple(self.anchors.sums.tolist())
+        mass, queries = (x - y for x, y in zip(now, self._anchors_seen, strict=True))
+        self._anchors_seen = now
+        return {"anchor_hit_rate": mass / queries} if queries > 0 else {}
 
     def pack_full(self) -> None:
         """Pack what the last step's single tokens filled."""

@@ -178,7 +178,11 @@ def memory(llm: Any, kv: str) -> dict[str, int]:
     if kv.startswith("hisparse"):
         from hisparse.integrations.vllm.backend import current_runtime
 
-        statistics = current_runtime().statistics()
+        runtime = current_runtime()
+        statistics, block = runtime.statistics(), runtime.layout.block_bytes * len(runtime.layers)
+        # Blocks may be fewer (--blocks) because host memory is: what the device would hold.
+        free = llm.llm_engine.engine_core.engine_core.available_gpu_memory_for_kv_cache
+        found["device_tokens"] = max(0, int(free)) // block * runtime.layout.tokens
         found["gpu_kv_bytes"], found["host_bytes"] = int(statistics["device_bytes"]), int(statistics["host_bytes"])
     else:
         layers = config.compilation_config.static_forward_context.values()

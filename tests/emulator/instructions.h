@@ -113,6 +113,12 @@ static T atomicAdd(T* p, T x) {
   *p += x;
   return old;
 }
+template <class T>
+static T atomicOr(T* p, T x) {
+  const T old = *p;
+  *p |= x;
+  return old;
+}
 static size_t __cvta_generic_to_shared(const void* p) {
   const emu::Block& b = *device.now->block;
   const char* at = (const char*)p;
@@ -246,6 +252,18 @@ static void ld_global(u32& x, u32& y, u32& z, u32& w, P p) {
   ld_global(x, y, p), ld_global(z, w, (const char*)p + 8);
 }
 
+template <class T, class P>
+static void hear(T& x, P p) { emu::listen((const void*)p, &x, sizeof x); }
+template <class P>
+static void hear(u32& x, u32& y, u32& z, u32& w, P p) {
+  if ((uintptr_t)p % 16) emu::fail("a load of 16 bytes that is not aligned");
+  u32 all[4];
+  emu::listen((const void*)p, all, sizeof all);
+  x = all[0], y = all[1], z = all[2], w = all[3];
+}
+template <class T>
+static void tell(T* p, T x) { *p = x; }
+
 template <class... Policy>
 static void cp_async(u32 to, const void* from, int size, int valid, Policy...) {
   if (valid) emu::check_source(from, (unsigned)valid);
@@ -265,7 +283,8 @@ static void cp_async_wait(int left) {
     device.now->groups.pop_front();
   }
 }
-static void bulk_copy(u32 to, const void* from, u32 size, u32 barrier) {
+template <class... Policy>
+static void bulk_copy(u32 to, const void* from, u32 size, u32 barrier, Policy...) {
   if (to % 16 || (uintptr_t)from % 16 || size % 16) emu::fail("a bulk copy that is not aligned to 16 bytes");
   emu::check_source(from, size);
   emu::mbarrier_at(barrier);

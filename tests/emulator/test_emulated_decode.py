@@ -88,7 +88,8 @@ def test_a_ring_that_is_too_short_is_found(run: Any, altered: Any, monkeypatch: 
         try_orders()
 
 
-def test_a_stage_that_is_not_waited_for_is_found(run: Any, altered: Any) -> None:
+def test_a_stage_that_is_not_waited_for_is_found(run: Any, altered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda index: 1)
     altered("decode/decode.cu", "barrier_wait(ring.full + 8 * place.stage, place.parity);", "")
     case = make_case(torch.bfloat16, **COMMON, counts=(60,), rows=None, lengths=(1,))
     with pytest.raises(AssertionError):

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("hisparse.ops.fetch.triton")
 from test_fetch_rows import Model, host_of, ints
 
+from emulator import EmulatedKernel
 from hisparse.ops.fetch import AGES, HotBuffer
 from hisparse.ops.fetch import cuda as twin
 
@@ -19,12 +20,21 @@ def _fetch(emulate: Any) -> None:
     emulate(twin)
 
 
+def behind(*tensors: torch.Tensor) -> None:
+    """Has the next launch that overlaps see these tensors as they were before the kernel ahead, until it waits."""
+    EmulatedKernel._changed = tuple(
+        (x.untyped_storage(), b"\x55" * x.untyped_storage().nbytes(), bytes(x.untyped_storage().tolist()))
+        for x in tensors
+    )
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
 @pytest.mark.parametrize(
     ("budget", "more", "row_bytes", "per_segment"),
-    [(9, (0, 5), 48, 5), (300, (7, 250), 2592, 161)],
+    [(9, (0, 5), 48, 5), (300, (7, 250), 2592, 161), (20, (40, 3), 9216, 7)],
 )
 def test_slots_are_those_of_the_least_recently_used(
-    budget: int, more: tuple[int, ...], row_bytes: int, per_segment: int
+    budget: int, more: tuple[int, ...], row_bytes: int, per_segment: int, early: bool
 ) -> None:
     batch, total = len(more), 4 * budget
     source, bytes_ = host_of(total, row_bytes, per_segment)
@@ -35,7 +45,9 @@ def test_slots_are_those_of_the_least_recently_used(
     for step in range(6):
         chosen = [batch * torch.randperm(total // batch, generator=make)[:budget] + b for b in range(batch)]
         number = [budget if (step + b) % 3 else budget // 2 for b in range(batch)]
-        table = twin.fetch_rows(hot, source, torch.stack(chosen).int(), ints(number))
+        rows, count = torch.stack(chosen).int(), ints(number)
+        behind(rows, count)
+        table = twin.fetch_rows(hot, source, rows, count, early=early)
         for b in range(batch):
             own = chosen[b][: number[b]]
             assert table[b, : number[b]].tolist() == models[b].step(own.tolist())

@@ -17,7 +17,7 @@ from torch import Tensor
 from hisparse.cache.geometry import Geometry, rounded
 from hisparse.cache.pools import HostPool
 from hisparse.cache.tables import Packing, Step, Tables
-from hisparse.ops.decode import DecodeResult, Pages, decode_attention
+from hisparse.ops.decode import DecodeResult, Pages, decode_attention, reserve
 from hisparse.ops.fetch import HostRows, HotBuffer, fetch_rows, gather_rows, held_rows
 from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.sketch import build_sketch
@@ -83,19 +83,26 @@ def choose_rows(
     )
 
 
-def bring_rows(rows: RecallRows, chosen: Chosen, most: Sequence[int] | None = None) -> Pages:
+def bring_rows(rows: RecallRows, chosen: Chosen, most: Sequence[int] | None = None, early: bool = False) -> Pages:
     """Pages on the device that hold the chosen rows; valid until the next call with the same hot buffer.
 
-    most: upper bounds of ``chosen.number`` that the host knows. Raises FormatError where the hot buffer is too small.
+    most: upper bounds of ``chosen.number`` that the host knows. early: they were chosen by the scan that was launched
+    last, see `fetch_rows`. Raises FormatError where the hot buffer is too small.
     """
     if isinstance(rows.pool, Tensor):
         return Pages(rows.pool, chosen.rows, chosen.number, rows.fmt)
     if rows.hot is not None:
-        table = fetch_rows(rows.hot, rows.pool, chosen.rows, chosen.number, most)
+        table = fetch_rows(rows.hot, rows.pool, chosen.rows, chosen.number, most, early=early)
         return Pages(rows.hot.buffer, table, chosen.number, rows.fmt)
     batch, budget = chosen.rows.shape
     table = torch.arange(batch * budget, dtype=torch.int32, device=chosen.rows.device).view(batch, budget)
     return Pages(gather_rows(rows.pool, chosen.rows, chosen.number), table, chosen.number, rows.fmt)
+
+
+def can_start_early(rows: RecallRows) -> bool:
+    """True where there is something to scan: then kernels of the scan lie between the step's inputs and its attention,
+    which need not wait for them (see `decode_attention`)."""
+    return rows.table.numel() > 0 and len(rows.codes) > 0
 
 
 def held_pages(rows: RecallRows) -> Pages:
@@ -146,11 +153,13 @@ def recall_step(
     [B], how many of each (None: the budget). split, page_mass: see `decode_attention`. Raises FormatError for what does
     not fit together.
     """
-    recalled = None
+    recalled = early = None
     if rows is not None and stats is not None:
-        recalled = bring_rows(rows, choose_rows(q, rows, stats, scaling, budget, wanted))
+        early = reserve(q, dense_k) if can_start_early(rows) else None
+        chosen = choose_rows(q, rows, stats, scaling, budget, wanted)
+        recalled = bring_rows(rows, chosen, early=early is not None)
     return decode_attention(
-        q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, page_mass=page_mass, split=split
+        q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, page_mass=page_mass, split=split, early=early
     )
 
 
@@ -181,22 +190,32 @@ class BatchedDecode:
         kept = None
         if step.has_pages:
             kept = Pages(store.kept.data, self.tables.pages, step.page_count, store.page_format)
-        recalled = self._recall(store, query, step, scaling) if step.has_rows else None
-        vtq = store.geometry.config.vtq
+        recalled = early = None
+        if step.has_rows:
+            rows = self._rows(store, step)
+            if self._scans(step) and can_start_early(rows):
+                early = reserve(query, store.dense_k)
+            recalled = self._recall(store, rows, query, step, scaling, early is not None)
+        split = store.geometry.config.vtq.split
         return decode_attention(
-            query, store.dense_k, store.dense_v, step.dense_len, kept, recalled, store.stats, scaling, split=vtq.split
-        ).out[:, :, None]
+            query, store.dense_k, store.dense_v, step.dense_len, kept, recalled, store.stats, scaling, split=split,
+            early=early,
+        ).out[:, :, None]  # fmt: skip
 
-    def _recall(self, store: LayerStore, query: Tensor, step: Step, scaling: float) -> Pages:
+    def _scans(self, step: Step) -> bool:
+        return not step.everything and (step.scan or self.chosen is None)
+
+    def _recall(
+        self, store: LayerStore, rows: RecallRows, query: Tensor, step: Step, scaling: float, early: bool
+    ) -> Pages:
         assert store.stats is not None  # rows exist, so something was packed
-        rows = self._rows(store, step)
         selection, row_bytes = store.geometry.config.selection, store.row_format.page_bytes
         if self.chosen is not None and not step.scan and not step.everything:
             store.recalled.count(len(step.most), 0, selection.row_size, row_bytes)
             return self._recall_again(rows, self.chosen)
         chosen = choose_rows(query, rows, store.stats, scaling, step.budget, step.wanted, everything=step.everything)
         store.recalled.count(len(step.most), sum(step.most), selection.row_size, row_bytes)
-        pages = bring_rows(rows, chosen, step.most)
+        pages = bring_rows(rows, chosen, step.most, early)
         self.held, self.most, self.filled = None, step.most, pages.pool
         if selection.scan_interval > 1 and not step.everything:
             if rows.hot is None:

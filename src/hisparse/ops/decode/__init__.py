@@ -14,9 +14,19 @@ from hisparse.ops.decode.types import DecodeResult, Pages
 from hisparse.ops.pack import check_stats
 from hisparse.vtq.stats import ChannelStats
 
-__all__ = ["DecodeResult", "Pages", "decode_attention"]
+__all__ = ["DecodeResult", "Pages", "decode_attention", "reserve"]
 
 Split = Literal["rope", "peaks", "never"]
+
+
+def reserve(q: Tensor, dense_k: Tensor) -> Tensor | None:
+    """Memory for `decode_attention` with `early`; q and dense_k as there. None where no kernel starts early.
+
+    Call it before the scan whose rows are attended to, and hold the result until the attention is launched.
+    """
+    backend = select_backend("decode", q.device)
+    room: Tensor | None = backend.reserve(q, dense_k) if hasattr(backend, "reserve") else None
+    return room
 
 
 def decode_attention(
@@ -33,6 +43,7 @@ def decode_attention(
     extra_value: Tensor | None = None,
     page_mass: bool = False,
     split: Split | None = None,
+    early: Tensor | None = None,
 ) -> DecodeResult:
     """One softmax over dense slots, kept pages, recalled rows and extra tokens.
 
@@ -44,6 +55,10 @@ def decode_attention(
     how the pages were packed, where that is known ("rope": five-bit K is always split in six and four bits, V never;
     "never"); None and "peaks" read it from every page, which costs some time. The wrong one reads wrong values.
 
+    early: what `reserve` gave before the scan of this step (`hisparse.ops.scan.scan_and_select`, on the same stream)
+    was launched: attention to dense slots and kept pages may then begin while the scan still runs. All that is given
+    except `recalled` must have been written before that scan was launched, and not be written to since.
+
     Flash-decoding (Dao et al. 2023): the sequence is cut into shares, whose results are combined by their log-sum-exp.
     On a GPU nothing is synchronised and every shape follows from the arguments' shapes, so that calls can be captured
     in a CUDA graph: lengths, tables and pools may change between replays. A sequence without any token gets out = 0,
@@ -52,9 +67,11 @@ def decode_attention(
     Raises FormatError for shapes, dtypes or statistics that do not fit together.
     """
     _check(q, dense_k, dense_v, dense_len, kept, recalled, stats, extra_logit, extra_value)
-    result: DecodeResult = select_backend("decode", q.device).decode_attention(
-        q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, extra_logit, extra_value, page_mass, split
-    )
+    backend = select_backend("decode", q.device)
+    result: DecodeResult = backend.decode_attention(
+        q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, extra_logit, extra_value, page_mass, split,
+        **({} if early is None else {"early": early}),
+    )  # fmt: skip
     return result
 
 

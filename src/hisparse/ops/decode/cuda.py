@@ -217,7 +217,7 @@ def decode_attention(
         return general.decode_attention(
             q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, extra_logit, extra_value, page_mass, split
         )
-    parts = _formats(kept, recalled)
+    parts = list(_formats(kept, recalled))
     fmt = next((pages.fmt for pages in parts if pages is not None), None) or _any_format(dense_k)
     batch, q_heads, dim = q.shape
     heads = dense_k.shape[1]
@@ -226,7 +226,7 @@ def decode_attention(
         q = q.contiguous()
     if dense_k.stride() != dense_v.stride() or not _even(dense_k) or not _even(dense_v):
         dense_k, dense_v = dense_k.contiguous(), dense_v.contiguous()
-    parts = tuple(None if pages is None else replace(pages, table=pages.table.contiguous()) for pages in parts)
+    parts = [None if pages is None else replace(pages, table=pages.table.contiguous()) for pages in parts]
     used = (q, dense_k, dense_v, *(pages.table for pages in parts if pages is not None))
     copied = any(x is not y and x.data_ptr() != y.data_ptr() for x, y in zip(given, used, strict=True))
     sizes = [4 if pages is None else pages.fmt.tokens for pages in parts]  # what is absent needs a size, too
@@ -267,9 +267,9 @@ def decode_attention(
         (share, batch, 1),
         32 * heads * tune.tiles,
         [
-            q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling), pieces, *widths, q.stride(0), q.stride(1),
-            dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24, *strides, starts_early, late,
-            tune.ahead if late else 0,
+            q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling), pieces, *widths,
+            q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24, *strides,
+            starts_early, late, tune.ahead if late else 0,
         ],
         shared=_shared(fmt, q_heads // heads, tune.tiles, tune.stages, sizes),
         overlap=True,

@@ -26,14 +26,22 @@ __all__ = ["AGES", "HostRows", "HotBuffer", "fetch_rows", "forget_rows", "gather
 
 
 def fetch_rows(
-    hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, most: Sequence[int] | None = None
+    hot: HotBuffer,
+    source: HostRows,
+    rows: Tensor,
+    number: Tensor,
+    most: Sequence[int] | None = None,
+    *,
+    early: bool = False,
 ) -> Tensor:
     """Bring rows into the buffer; returns their slots.
 
     rows: int32 [B, budget], of which each sequence wants the first number int32 [B], each row once and by one sequence
     only. Rows that are in the buffer are used where they are; the others replace rows that are not among `rows` and
     were used longest ago. `hot` is changed: buffer, books and counters. most: upper bounds of the numbers that the host
-    knows; `budget` for each sequence where it knows none.
+    knows; `budget` for each sequence where it knows none. early: rows and number come from the scan that was launched
+    last on this stream (`hisparse.ops.scan.scan_and_select`), and `hot` and `source` have not changed since it was; the
+    books may then be read while it still runs.
 
     Returns int32 [B, budget], the slot of each row in ``hot.buffer`` (0 beyond the number), valid until the next call
     with the same `hot`. Raises FormatError for shapes and dtypes that do not fit, and where a sequence has fewer slots
@@ -53,7 +61,8 @@ def fetch_rows(
                 f"fetch_rows: a sequence has {size} slots in the hot buffer, but one step may use {bound} rows; give "
                 "it as many slots or more"
             )
-    table: Tensor = select_backend("fetch", rows.device).fetch_rows(hot, source, rows, number)
+    backend = select_backend("fetch", rows.device)
+    table: Tensor = backend.fetch_rows(hot, source, rows, number, **({"early": True} if early else {}))
     return table
 
 

@@ -1,4 +1,4 @@
-"""Rows from the host in CUDA C++: see ``fetch.cu``. Two launches, the second of which starts while the first ends.
+"""Rows from the host in CUDA C++: see ``fetch.cu``. One launch, which starts while the kernel ahead ends.
 
 Buffers of more than 8192 slots and steps of more than 4096 rows a sequence go to the Triton twin, as does all that is
 not `fetch_rows`.
@@ -16,8 +16,8 @@ from hisparse.ops.fetch.types import AGES, HostRows, HotBuffer
 THREADS = 1024
 """Most threads that keep the books of a sequence."""
 MOST_ENTRIES, MOST_SLOTS = 4 * THREADS, 8 * THREADS
-MOVERS, MOVER_THREADS = 264, 128
-"""Programs that move rows, for all sequences: two a multiprocessor, of four warps with a row each."""
+CLUSTER = 8
+"""Programs a sequence: one keeps the books, each warp of the others brings a row."""
 
 gather_rows = triton.gather_rows
 store_rows = triton.store_rows
@@ -25,13 +25,17 @@ forget_rows = triton.forget_rows
 held_rows = triton.held_rows
 
 
-def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -> Tensor:
-    """See :func:`hisparse.ops.fetch.fetch_rows`."""
+def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, early: bool = False) -> Tensor:
+    """See :func:`hisparse.ops.fetch.fetch_rows`.
+
+    With `early` the kernel reads the books while the scan whose choice it fetches may still run. They are older: the
+    scan's first kernel lets the next one start only after it has itself waited for what was launched before it.
+    """
     batch, budget = rows.shape
     if not batch or not 0 < budget <= MOST_ENTRIES or not 0 < max(hot.sizes) <= MOST_SLOTS:
         result: Tensor = triton.fetch_rows(hot, source, rows, number)
         return result
-    threads = max(128, min(THREADS, -(-budget // 64) * 32))
+    threads = max(256, min(THREADS, -(-budget // 64) * 32))
     defines = {
         "THREADS": threads,
         "EACH_ENTRY": -(-budget // threads),
@@ -40,18 +44,15 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -
         "VECTORS": source.row_bytes // 16,
         "PER_SEGMENT": source.per_segment,
     }
+    early = early and rows.is_contiguous() and number.is_contiguous()  # a copy would be the kernel ahead
     rows, number = rows.contiguous(), number.contiguous()
     table = torch.empty_like(rows)
-    miss_row, miss_slot = torch.empty(2, batch, budget, dtype=torch.int32, device=rows.device)
-    missing = torch.empty(batch, dtype=torch.int32, device=rows.device)
-    assign = load_kernel("fetch/fetch.cu", "assign", defines, device=rows.device)
-    move = load_kernel("fetch/fetch.cu", "move_rows", defines, device=rows.device)
+    kernel = load_kernel("fetch/fetch.cu", "fetch_rows", defines, device=rows.device).prefer_shared()
     books = (hot.slot_of, hot.owner, hot.stamp, hot.first, hot.clock, hot.counters)
-    assign((batch, 1, 1), threads, [rows, number, table, miss_row, miss_slot, missing, *books, budget], overlap=True)
-    move(
-        (max(1, MOVERS // batch), batch, 1),
-        MOVER_THREADS,
-        [source.addresses, miss_row, miss_slot, missing, hot.buffer, budget],
+    kernel(
+        (CLUSTER, batch, 1),
+        threads,
+        [rows, number, table, *books, source.addresses, hot.buffer, budget, early],
         overlap=True,
     )
     return table

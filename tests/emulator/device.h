@@ -33,7 +33,6 @@
 struct uint2 { unsigned x, y; };
 struct alignas(8) float2 { float x, y; };
 struct int2 { int x, y; };
-struct float2 { float x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,14 @@ from emulator import EmulatedKernel
 from hisparse.ops.scan import cuda as twin
 from hisparse.ops.scan import reference as plain
 
-SMALL = twin.Tuning(warps=3, stages=2)
+SMALL = twin.Tuning(warps=3, stages=2)  # too few warps for one kernel
+WHOLE = twin.Tuning(warps=8, stages=1)
+TUNINGS = [
+    pytest.param(SMALL, id="four-kernels"),
+    pytest.param(replace(SMALL, bulk=True), id="four-kernels-bulk"),
+    pytest.param(WHOLE, id="one-kernel"),
+    pytest.param(replace(WHOLE, stages=2, bulk=True, weights=4), id="one-kernel-bulk"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +37,31 @@ def scan(emulate: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+@pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize(
     ("heads", "dim", "queries", "bits", "row_size", "counts"),
     [
         pytest.param(4, 128, 8, 2, 4, [63, 0, 130], id="4x128-8q-2bit-rows4"),
         pytest.param(8, 128, 4, 1, 8, [33], id="8x128-4q-1bit-rows8"),
         pytest.param(3, 64, 1, 2, 4, [0, 7, *range(40)], id="3x64-1q-2bit-42-sequences"),
+        pytest.param(2, 128, 4, 1, 4, [5, 0, 300, *range(20)], id="2x128-4q-1bit-23-sequences"),
         pytest.param(1, 256, 16, 2, 4, [33], id="1x256-16q-2bit-rows4"),
     ],
 )
-def test_worth(heads: int, dim: int, queries: int, bits: int, row_size: int, counts: list[int]) -> None:
+def test_worth(heads: int, dim: int, queries: int, bits: int, row_size: int, counts: list[int], tuning: Any) -> None:
     case = make_case(heads, dim, queries, bits, row_size, counts, max(counts) + 3)
     scaling = 0.3 * dim**-0.5
     expected = expected_worth(*case, scaling, bits)
     EmulatedKernel.seed = 0
-    worth = twin.scan_rows(*case, scaling, bits, SMALL).double().numpy()
+    worth = twin.scan_rows(*case, scaling, bits, tuning).double().numpy()
     used = np.isfinite(expected)
     assert np.array_equal(np.isneginf(worth), ~used)
     # float16 weights change a score by some 1e-3, bfloat16 rounds a head's value to 2**-9
     assert np.abs(worth[used] / expected[used] - 1).max() < 6e-3
 
 
-def test_rows_and_queries_within_wider_ones() -> None:
+@pytest.mark.parametrize("tuning", TUNINGS)
+def test_rows_and_queries_within_wider_ones(tuning: Any) -> None:
     q, codes, scales, table, count, stats = make_case(4, 128, 8, 2, 4, [63, 5], 63)
     wide = torch.full((len(codes), 16 + codes.shape[1] + scales.shape[1] + 16), 255, dtype=torch.uint8)
     middle = 16 + codes.shape[1]
@@ -60,24 +71,46 @@ def test_rows_and_queries_within_wider_ones() -> None:
     case = (queries[:, 1, :, :128], wide[:, 16:middle], wide[:, middle:-16], table, count, stats)
     assert wide.stride(0) % 16 == 0
     expected = expected_worth(case[0], codes, scales, table, count, stats, 0.1, 2)
-    worth = twin.scan_rows(*case, 0.1, 2, SMALL).double().numpy()
+    worth = twin.scan_rows(*case, 0.1, 2, tuning).double().numpy()
     used = np.isfinite(expected)
     assert np.abs(worth[used] / expected[used] - 1).max() < 6e-3
 
 
-def test_the_same_result_in_any_order() -> None:
+@pytest.mark.parametrize("tuning", TUNINGS)
+def test_the_same_result_in_any_order(tuning: Any) -> None:
     """Several tiles a warp, several programs a sequence: whatever runs or arrives first, all bits are the same."""
     case = make_case(4, 128, 8, 2, 4, [600, 3, 201], 600)
     results = []
     for seed in range(3):
         EmulatedKernel.seed = seed * 100
-        worth = twin.scan_rows(*case, 0.05, 2, SMALL)
-        results.append((worth, *twin.scan_and_select(*case, 0.05, 2, 70, None, SMALL)))
+        worth = twin.scan_rows(*case, 0.05, 2, tuning)
+        results.append((worth, *twin.scan_and_select(*case, 0.05, 2, 70, None, tuning)))
     for other in results[1:]:
         for one, another in zip(results[0], other, strict=True):
             assert torch.equal(one, another)
     chosen = twin.Chosen(*results[0][1:])
     assert chosen_sets(chosen) == chosen_sets(plain.select_top(results[0][0], case[3], case[4], 70, None))
+
+
+@pytest.mark.parametrize("tuning", TUNINGS[2:])
+def test_of_rows_that_are_worth_the_same_the_first_are_chosen(tuning: Any) -> None:
+    """More candidates than are compared with each other, sequences that share programs, and one that is empty."""
+    q, codes, scales, table, count, stats = make_case(4, 128, 8, 2, 4, [1300, 0, 9, 30], 1300)
+    codes.copy_(codes[:1].clone()), scales.copy_(scales[:1].clone())
+    wanted = torch.tensor([700, 3, 20, 30], dtype=torch.int32)
+    for limits in (None, wanted):
+        chosen = twin.scan_and_select(q, codes, scales, table, count, stats, 0.05, 2, 60, limits, tuning)
+        numbers = [60, 0, 9, 30]
+        assert chosen.number.tolist() == numbers
+        assert chosen_sets(chosen) == [set(table[i, :n].tolist()) for i, n in enumerate(numbers)]
+
+
+def test_one_kernel_chooses_what_four_choose() -> None:
+    case = make_case(4, 128, 8, 2, 4, [0, 500, 7, 300], 500)
+    wanted = torch.tensor([3, 50, 7, 0], dtype=torch.int32)
+    for limits in (None, wanted):
+        one, four = (twin.scan_and_select(*case, 0.05, 2, 64, limits, tuning) for tuning in (WHOLE, SMALL))
+        assert chosen_sets(one) == chosen_sets(four)
 
 
 @pytest.mark.parametrize("kind", ["plain", "narrow", "equal", "zeros", "wide"])
@@ -101,8 +134,8 @@ def test_more_rows_than_a_program_holds() -> None:
     [
         ("wait_copies<STAGES - 1>();", "wait_copies<STAGES>();"),
         ("    __syncthreads();\n    if (tid < PC)", "    if (tid < PC)"),
-        ("    wait_for_previous();  // sketches", "    // sketches"),
-        ("max_rows;\n  clear_bins(s_bins);\n  wait_for_previous();", "max_rows;\n  clear_bins(s_bins);"),
+        ("          wait_for_previous();  // sketches", "          // sketches"),
+        ("  clear_bins(s_bins);\n  wait_for_previous();", "  clear_bins(s_bins);"),
     ],
     ids=["copies are not waited for", "a barrier is missing", "weights are not waited for", "roots are not waited for"],
 )

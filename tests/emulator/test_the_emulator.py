@@ -193,3 +193,26 @@ def test_programs_of_a_cluster_read_each_other() -> None:
     out = torch.zeros(4, 32, dtype=torch.int32)
     EmulatedKernel(text, "run", {})((4, 1, 1), 32, [out])
     assert out[:, 0].tolist() == [10, 0, 30, 20]
+
+
+LISTEN = """
+    u32 x;
+    if (blockIdx.x == 0) {
+      asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"((u32*)out), "r"(7u) : "memory");
+      return;
+    }
+    do {
+      asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"((const u32*)out) : "memory");
+    } while (x != {});
+    out[32 + threadIdx.x] = (int)x;
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_that_run_together_tell_each_other(seed: int) -> None:
+    out = torch.zeros(64, dtype=torch.int32)
+    EmulatedKernel.seed = seed
+    kernel(LISTEN.replace("{}", "7"))((2, 1, 1), 32, [out], together=True)
+    assert out[32:].unique().tolist() == [7]
+    with pytest.raises(AssertionError, match="all threads wait"):
+        kernel(LISTEN.replace("{}", "8"))((2, 1, 1), 32, [out.zero_()], together=True)

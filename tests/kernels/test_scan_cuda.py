@@ -30,6 +30,8 @@ SHAPES = [  # heads, head_dim, queries, bits, row_size, counts
     pytest.param(2, 128, 4, 2, 5, [63], id="2x128-4q-2bit-rows5-another-twin"),
 ]
 
+OTHERS = [Tuning(whole=False), Tuning(bulk=True), Tuning(whole=False, bulk=True), Tuning(16, 1, weights=4, bulk=True)]
+
 
 @needs_gpu
 @pytest.mark.parametrize(("heads", "dim", "queries", "bits", "row_size", "counts"), SHAPES)
@@ -37,7 +39,7 @@ def test_shapes_agree_with_float64(heads, dim, queries, bits, row_size, counts) 
     case = make_case(heads, dim, queries, bits, row_size, counts, max(counts) + 3)
     scaling = 0.3 * dim**-0.5
     expected = expected_worth(*case, scaling, bits)
-    for tuning in (None, Tuning(warps=3, stages=2)):
+    for tuning in (None, Tuning(warps=3, stages=2), *OTHERS):
         worth = twin.scan_rows(*case, scaling, bits, tuning).cpu().double().numpy()
         assert np.array_equal(np.isneginf(worth), np.isneginf(expected))
         used = np.isfinite(expected)
@@ -58,20 +60,44 @@ def test_queries_of_any_dtype_and_stride(dtype: torch.dtype) -> None:
 
 
 @needs_gpu
-def test_many_rows_and_the_same_result_each_time() -> None:
+@pytest.mark.parametrize("tuning", [Tuning(), *OTHERS])
+def test_many_rows_and_the_same_result_each_time(tuning: Tuning) -> None:
     """Several tiles a warp, several programs a sequence, unequal sequences."""
     case = make_case(4, 128, 8, 2, 4, [50000, 3, 20001, 0, 4097], 50000)
     expected = plain.scan_rows(*case, 0.05, 2)
-    worth = twin.scan_rows(*case, 0.05, 2)
+    worth = twin.scan_rows(*case, 0.05, 2, tuning)
     used = expected.isfinite()
     assert torch.equal(used, worth.isfinite())
     assert ((worth[used] / expected[used]) - 1).abs().max() < 6e-3
     for budget in (1, 3072, 60000):
-        chosen = twin.scan_and_select(*case, 0.05, 2, budget, None)
+        chosen = twin.scan_and_select(*case, 0.05, 2, budget, None, tuning)
         assert chosen_sets(chosen) == chosen_sets(plain.select_top(worth, case[3], case[4], budget, None))
         for _ in range(3):
-            again = twin.scan_and_select(*case, 0.05, 2, budget, None)
+            again = twin.scan_and_select(*case, 0.05, 2, budget, None, tuning)
             assert torch.equal(again.rows, chosen.rows)
+
+
+@needs_gpu
+@pytest.mark.parametrize("tuning", [Tuning(), *OTHERS])
+def test_of_rows_that_are_worth_the_same_the_first_are_chosen(tuning: Tuning) -> None:
+    q, codes, scales, table, count, stats = make_case(4, 128, 8, 2, 4, [40000, 1500, 0, 9, 1000], 40000)
+    codes.copy_(codes[:1].clone()), scales.copy_(scales[:1].clone())
+    wanted = torch.tensor([6000, 70, 5, 9, 999], dtype=torch.int32, device=q.device)
+    for limits in (None, wanted):
+        chosen = twin.scan_and_select(q, codes, scales, table, count, stats, 0.05, 2, 6000, limits, tuning)
+        numbers = chosen.number.tolist()
+        assert numbers == ([6000, 1500, 0, 9, 1000] if limits is None else [6000, 70, 0, 9, 999])
+        assert chosen_sets(chosen) == [set(table[i, :n].tolist()) for i, n in enumerate(numbers)]
+
+
+@needs_gpu
+def test_one_kernel_chooses_what_four_choose() -> None:
+    case = make_case(4, 128, 8, 2, 4, [250000, 0, 3000], 250000)
+    one, four = (twin.scan_and_select(*case, 0.05, 2, 4096, None, Tuning(whole=whole)) for whole in (True, False))
+    # Attention is summed in another order: rows whose worth differs by less than that may change places at the cut.
+    for mine, theirs in zip(chosen_sets(one), chosen_sets(four), strict=True):
+        assert len(mine) == len(theirs)
+        assert len(mine - theirs) <= 2
 
 
 @needs_gpu
@@ -113,7 +139,7 @@ def test_a_step_is_captured_and_follows_the_lengths_on_the_device() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = twin.scan_and_select(q, *step)
-    for counts in ([3000, 777], [40, 0], [3000, 100]):
+    for counts in ([3000, 777], [40, 0], [0, 0], [3000, 100]):
         q.normal_()
         count.copy_(torch.tensor(counts, dtype=torch.int32))
         graph.replay()
@@ -132,10 +158,11 @@ def test_sources_compile_without_a_gpu(heads: int, dim: int, queries: int, bits:
     macros = {
         "HEADS": heads, "QUERIES": queries, "HEAD_DIM": dim, "BITS": bits, "ROW": row_size, "HB": plan.warp_heads,
         "HG": plan.group_heads, "QP": plan.columns, "NB": plan.operands, "QTYPE": 1, "WARPS": 8, "STAGES": 2, "ONCE": 1,
+        "BULK": bits - 1, "CHOOSE": 1,
         "SETS": plan.sets, "BLOCKS": plan.blocks, "BINS": 2048, "SHIFT": 15, "REACH": 8,
     }  # fmt: skip
-    for path in ("scan/weigh.cu", "scan/scan.cu", "scan/select.cu"):
-        # The first two derive for themselves what the third is told.
+    for path in ("scan/weigh.cu", "scan/scan.cu", "scan/step.cu", "scan/select.cu"):
+        # The others derive for themselves what the last is told.
         derived = () if path == "scan/select.cu" else ("SETS", "BLOCKS")
         options = [f"--define-macro={name}={value}" for name, value in macros.items() if name not in derived]
         assert compile_source(read_source(path), path, "sm_90", options).startswith(b"\x7fELF")

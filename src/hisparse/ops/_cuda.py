@@ -124,12 +124,14 @@ class Kernel:
         args: Sequence[Tensor | int | float | None],
         shared: int = 0,
         overlap: bool = False,
+        together: bool = False,
     ) -> None:
         """Launch on the current stream.
 
         args: tensors go as pointers (None: a null one), int as int32, float as float32. shared: dynamic shared memory,
         bytes. overlap: programs may start before the kernel ahead has ended; it is for the kernel itself to wait for
-        that (``griddepcontrol.wait``) before it touches what the kernel ahead touches.
+        that (``griddepcontrol.wait``) before it touches what the kernel ahead touches. together: all programs run at
+        the same time or none, so that they can wait for each other; the device must have room for them all.
         """
         if shared > max(self._shared, 48 * 1024):
             kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -149,16 +151,23 @@ class Kernel:
                 kinds.append(ctypes.c_int)
         stream = torch.cuda.current_stream().cuda_stream
         arguments = (tuple(values), tuple(kinds))
-        if not overlap:
+        if not overlap and not together:
             launched = self._driver.cuLaunchKernel(self._function, *grid, block, 1, 1, shared, stream, arguments, 0)
         else:
-            config, attribute = self._driver.CUlaunchConfig(), self._driver.CUlaunchAttribute()
-            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
+            config, kinds_of = self._driver.CUlaunchConfig(), self._driver.CUlaunchAttributeID
+            attributes = []
+            if overlap:
+                attributes.append(self._driver.CUlaunchAttribute())
+                attributes[-1].id = kinds_of.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+                attributes[-1].value.programmaticStreamSerializationAllowed = 1
+            if together:
+                attributes.append(self._driver.CUlaunchAttribute())
+                attributes[-1].id = kinds_of.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+                attributes[-1].value.cooperative = 1
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
             config.sharedMemBytes, config.hStream = shared, stream
-            config.attrs, config.numAttrs = [attribute], 1
+            config.attrs, config.numAttrs = attributes, len(attributes)
             launched = self._driver.cuLaunchKernelEx(config, self._function, arguments, 0)
         _check(launched, self.name)
 

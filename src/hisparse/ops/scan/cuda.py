@@ -1,8 +1,10 @@
-"""The scan with CUDA C++: see ``sketch.cuh`` for how sketches are scored and ``select.cu`` for the selection.
+"""The scan with CUDA C++: see ``sketch.cuh`` for how sketches are scored and ``choice.cuh`` for the selection.
 
-Four launches: the query's weights; the sketches, read once; the roots of the rows' attention, summed over heads and
-counted by bins; the choice. The share of attention that falls on a row is known only when all rows have been seen, so
-the scan leaves roots, 2 bytes a row and query head, which mostly stay in the L2 cache.
+Two launches: the query's weights (``weigh.cu``); and the sketches, read once, with the choice (``step.cu``). The share
+of attention that falls on a row is known only when all rows have been seen, so roots of the rows' attention are kept, 2
+bytes a row and query head: in shared memory where those of all rows fit into that of all multiprocessors (1M tokens of
+32 query heads). Where they do not, or for more than 32 sequences, there are four launches, and the roots go through the
+L2 cache (``scan.cu``, ``select.cu``).
 
 Shapes that the kernels do not take (see :func:`plan_heads`) go to the Triton twin, or to the reference.
 """
@@ -27,6 +29,12 @@ from hisparse.vtq.stats import ChannelStats
 TYPICAL_HEADS = 32
 SHARED = 220 << 10
 """Bytes of shared memory that the tiles on their way may take."""
+ALL_SHARED = 227 << 10
+"""Bytes of shared memory that a program can have."""
+MOST = 32
+"""Sequences of a batch that one kernel can scan and choose from."""
+FEW = 1024
+"""Candidates of a sequence that are compared with each other, as in choice.cuh."""
 QTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -35,13 +43,18 @@ class Tuning:
     """How the work is cut.
 
     warps: warps of a program, one program a multiprocessor; stages: tiles of 8 rows that each warp has on their way;
-    overlap: kernels start while the one ahead ends; once: sketches are the first to leave the L2 cache.
+    overlap: kernels start while the one ahead ends; once: sketches are the first to leave the L2 cache. whole: scan and
+    choice in one kernel, where shared memory has room. bulk: the bulk copy engine brings rows. weights: registers of
+    weights that a warp may have, in multiples of six.
     """
 
     warps: int = 12
     stages: int = 2
     overlap: bool = True
     once: bool = True
+    whole: bool = True
+    bulk: bool = False
+    weights: int = 8
 
 
 @dataclass(frozen=True)
@@ -61,22 +74,33 @@ class Plan:
         """Accumulators of a warp."""
         return self.warp_heads // self.group_heads * self.operands
 
-    def stage_bytes(self, row_size: int) -> int:
-        """Shared memory of a tile, as scan.cu computes it."""
-        body, token = self.warp_heads * row_size * 16 * self.words, 16 * self.words
-        return 8 * (body + (128 + token - body % 128) % 128 + self.warp_heads * row_size)
+    @property
+    def columns_of_all(self) -> int:
+        """Columns of all heads, those without a query included."""
+        return 8 * self.sets * self.blocks
+
+    def stage_bytes(self, row_size: int, bulk: bool = False) -> int:
+        """Shared memory of a tile, as tile.cuh computes it."""
+        body, token, marks = self.warp_heads * row_size * 16 * self.words, 16 * self.words, self.warp_heads * row_size
+        return 8 * (body + (128 + token - body % 128) % 128 + (max(marks, 16) if bulk else marks))
+
+    def takes_bulk(self, scales: Tensor) -> bool:
+        """Whether the bulk copy engine can bring a warp's scales, 16 bytes and more at a time."""
+        marks = self.warp_heads * scales.shape[1] // (self.warp_heads * self.blocks)
+        aligned = (scales.data_ptr() | scales.stride(0) | scales.shape[1]) % 16 == 0
+        return aligned and (marks % 16 == 0 or 16 % marks == 0)
 
 
 @cache
-def plan_heads(heads: int, head_dim: int, bits: int, queries: int, row_size: int) -> Plan | None:
+def plan_heads(heads: int, head_dim: int, bits: int, queries: int, row_size: int, weights: int = 8) -> Plan | None:
     """None for shapes that the kernels do not take: they read a head's codes as 4, 8 or 16 words a token, for up to 16
-    query heads a KV head, and rows of 4, 8, 12 or 16 tokens."""
+    query heads a KV head, and rows of 4, 8, 12 or 16 tokens. weights: see `Tuning`."""
     words = head_dim * bits // 128
     if head_dim * bits % 128 or words not in (1, 2, 4) or not 1 <= queries <= 16 or row_size not in (4, 8, 12, 16):
         return None
     operands = -(-queries // 8)
     columns = 8 if queries > 4 else 4 if queries > 2 else 2
-    warp_heads = math.gcd(8 // (words * operands), heads)
+    warp_heads = math.gcd(max(weights // (words * operands), 1), heads)
     group_heads = 1 if operands > 1 else min(warp_heads, 8 // columns)
     return Plan(words, operands, columns, warp_heads, group_heads, heads // warp_heads)
 
@@ -118,6 +142,41 @@ def _fit(tune: Tuning, stage: int) -> Tuning:
     return replace(tune, warps=warps, stages=stages)
 
 
+@dataclass(frozen=True)
+class Room:
+    """What the kernel that does all needs: warps and stages that fit, tiles of a program, bytes of shared memory."""
+
+    warps: int
+    stages: int
+    tiles: int
+    shared: int
+
+
+def plan_step(
+    plan: Plan, tune: Tuning, row_size: int, bulk: bool, batch: int, width: int, programs: int
+) -> Room | None:
+    """How `programs` hold the roots of `batch` sequences of up to `width` rows; None where they cannot."""
+    warps = tune.warps // plan.blocks * plan.blocks
+    quads = plan.columns_of_all // 4
+    if not tune.whole or batch > MOST or warps < 8 or quads > 32 * warps:
+        return None
+    tiles = -(-batch * -(-width // 8) // programs)
+    parts = max(warps, 32 * warps // quads)
+    tail = 4 * ((parts + 1) * plan.columns_of_all + BINS + 2 * FEW + 296) + 64
+    for stages in range(tune.stages, 0, -1):
+        ring = warps * stages * plan.stage_bytes(row_size, bulk)
+        shared = tiles * 16 * plan.columns_of_all + max(ring, tiles * 32 + tail)
+        fixed = warps * (8 * stages + 32 * plan.sets) + MOST * 64 + 256
+        if shared + fixed <= ALL_SHARED:
+            return Room(warps, stages, tiles, shared)
+    return None
+
+
+def state_words(plan: Plan, batch: int, programs: int) -> int:
+    """Words by which the programs of the kernel that does all tell each other what they found, as step.cu has them."""
+    return (programs + batch) * (plan.columns_of_all + 2) + batch * (2 * FEW + BINS + 1) + 1
+
+
 def scan_rows(
     q: Tensor,
     codes: Tensor,
@@ -131,83 +190,138 @@ def scan_rows(
 ) -> Tensor:
     """See :func:`hisparse.ops.scan.scan_rows`."""
     tune = tuning or Tuning()
-    plan = _plan(q, codes, scales, table, stats, bits)
+    plan = _plan(q, codes, scales, table, stats, bits, tune)
     if plan is None:
         worth: Tensor = _fallback().scan_rows(q, codes, scales, table, count, stats, scaling, bits)
         return worth
-    return _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, None, 0)
+    scan = _Scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune)
+    return scan.worth() if scan.room is None else scan.step(None, 0, 0, False)[0]
 
 
-def _plan(q: Tensor, codes: Tensor, scales: Tensor, table: Tensor, stats: ChannelStats, bits: int) -> Plan | None:
+def _plan(
+    q: Tensor, codes: Tensor, scales: Tensor, table: Tensor, stats: ChannelStats, bits: int, tune: Tuning
+) -> Plan | None:
     if not table.numel() or not len(codes) or q.dtype not in QTYPES:
         return None
     if (codes.data_ptr() | codes.stride(0)) % 16 or (scales.data_ptr() | scales.stride(0)) % 4:
         return None  # rows are copied 16 bytes at a time, scales 4
-    return plan_heads(stats.heads, stats.head_dim, bits, q.shape[1] // stats.heads, scales.shape[1] // stats.heads)
+    return plan_heads(
+        stats.heads, stats.head_dim, bits, q.shape[1] // stats.heads, scales.shape[1] // stats.heads, tune.weights
+    )
 
 
-def _scan(
-    plan: Plan,
-    q: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    table: Tensor,
-    count: Tensor,
-    stats: ChannelStats,
-    scaling: float,
-    bits: int,
-    tune: Tuning,
-    histogram: Tensor | None,
-    base: int,
-) -> Tensor:
-    """Worth float32 [B, max_rows]; `histogram` int32 [B, BINS], where given, gets the number of rows of each bin."""
-    (batch, width), heads = table.shape, stats.heads
-    row_size = scales.shape[1] // heads
-    tune = _fit(tune, plan.stage_bytes(row_size))
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    table, count, strides = table.contiguous(), count.contiguous(), [codes.stride(0), scales.stride(0)]
-    device, columns = q.device, 8 * plan.operands
-    # The programs that weigh keep their multiprocessors for themselves while the scan's first rows are on their way.
-    processors = multiprocessors(device.index or 0)
-    free = processors - batch * heads if tune.overlap and batch * heads <= processors // 8 else processors
-    programs = min(free, batch * plan.blocks * -(-width // 8))
-    integers, floats = {"dtype": torch.int32, "device": device}, {"dtype": torch.float32, "device": device}
-    weights = torch.empty(batch, heads, plan.operands, 32, 6 * plan.words, **integers)  # type: ignore[call-overload]
-    middle, top = torch.empty(2, batch, heads, columns, **floats).unbind()  # type: ignore[call-overload]
-    tiles = torch.empty(batch + 1, **integers)  # type: ignore[call-overload]
-    roots = torch.empty(plan.blocks, batch, width, 4, plan.sets, **integers)  # type: ignore[call-overload]
-    part = torch.empty(programs + batch * plan.blocks, 8 * plan.sets, **floats)  # type: ignore[call-overload]
-    worth: Tensor = torch.empty(batch, width, **floats)  # type: ignore[call-overload]
-    macros = _sketch_macros(plan, q, stats, bits, row_size)
-    kernel = load_kernel(
-        "scan/weigh.cu", "weigh_queries", {**macros, "QTYPE": QTYPES[q.dtype]}, device=device
-    ).prefer_shared()
-    kernel(
-        (heads, batch, 1),
-        1024,
-        [q, stats.query_basis, codes, scales, table, count, weights, middle, top, tiles, histogram,
-         0 if histogram is None else histogram.numel(), scaling / math.log(2), q.stride(0), q.stride(1), width,
-         *strides],
-        overlap=tune.overlap,
-    )  # fmt: skip
-    macros |= {"WARPS": tune.warps, "STAGES": tune.stages, "ONCE": int(tune.once)}
-    kernel = load_kernel("scan/scan.cu", "scan_rows", macros, device=device).prefer_shared()
-    kernel(
-        (programs, 1, 1),
-        32 * tune.warps,
-        [weights, middle, top, codes, scales, table, count, roots, part, batch, width, *strides],
-        tune.warps * tune.stages * plan.stage_bytes(row_size),
-        tune.overlap,
-    )
-    kernel = _select_kernel("sum_rows", plan.sets, plan.blocks, device)
-    kernel(
-        (-(-width // (128 * _reach(plan.sets, plan.blocks))), batch, 1),
-        512,
-        [roots, part, tiles, count, worth, histogram, batch, width, programs, base],
-        overlap=tune.overlap,
-    )
-    return worth
+class _Scan:
+    """One call: its launches."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        q: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        table: Tensor,
+        count: Tensor,
+        stats: ChannelStats,
+        scaling: float,
+        bits: int,
+        tune: Tuning,
+    ) -> None:
+        self.plan, self.tune, self.stats, self.scaling = plan, tune, stats, scaling
+        self.q = q if q.stride(2) == 1 else q.contiguous()
+        self.codes, self.scales, self.table, self.count = codes, scales, table.contiguous(), count.contiguous()
+        self.strides = [codes.stride(0), scales.stride(0)]
+        self.batch, self.width = table.shape
+        row_size = scales.shape[1] // stats.heads
+        self.macros = _sketch_macros(plan, q, stats, bits, row_size)
+        self.bulk = tune.bulk and plan.takes_bulk(scales)
+        # The programs that weigh keep their multiprocessors for themselves while the first rows are on their way.
+        processors, weighing = multiprocessors(q.device.index or 0), self.batch * stats.heads
+        self.free = processors - weighing if tune.overlap and weighing <= processors // 8 else processors
+        programs = min(self.free, self.batch * -(-self.width // 8))
+        self.room = plan_step(plan, tune, row_size, self.bulk, self.batch, self.width, programs)
+        self.stage = plan.stage_bytes(row_size, self.bulk)
+
+    def _empty(self, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        x: Tensor = torch.empty(*size, dtype=dtype, device=self.q.device)
+        return x
+
+    def _weigh(self, clear: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """Weights, middles and tops; and the first tile of each sequence. `clear` becomes zero."""
+        heads, plan = self.stats.heads, self.plan
+        weights = self._empty(self.batch, heads, plan.operands, 32, 6 * plan.words)
+        middle, top = self._empty(2, self.batch, heads, 8 * plan.operands, dtype=torch.float32).unbind()
+        tiles = self._empty(self.batch + 1)
+        macros = {**self.macros, "QTYPE": QTYPES[self.q.dtype]}
+        kernel = load_kernel("scan/weigh.cu", "weigh_queries", macros, device=self.q.device).prefer_shared()
+        kernel(
+            (heads, self.batch, 1),
+            1024,
+            [self.q, self.stats.query_basis, self.codes, self.scales, self.table, self.count, weights, middle, top,
+             tiles, clear, 0 if clear is None else clear.numel(), self.scaling / math.log(2), self.q.stride(0),
+             self.q.stride(1), self.width, *self.strides],
+            overlap=self.tune.overlap,
+        )  # fmt: skip
+        return [weights, middle, top], tiles
+
+    def _tile_macros(self, warps: int, stages: int) -> dict[str, int]:
+        return {**self.macros, "WARPS": warps, "STAGES": stages, "ONCE": int(self.tune.once), "BULK": int(self.bulk)}
+
+    def worth(self, histogram: Tensor | None = None, base: int = 0) -> Tensor:
+        """Worth float32 [B, max_rows]; `histogram` int32 [B, BINS], where given, gets the rows of each bin."""
+        plan, batch, width = self.plan, self.batch, self.width
+        tune = _fit(self.tune, self.stage)
+        programs = min(self.free, batch * plan.blocks * -(-width // 8))
+        weights, tiles = self._weigh(histogram)
+        roots = self._empty(plan.blocks, batch, width, 4, plan.sets)
+        part = self._empty(programs + batch * plan.blocks, 8 * plan.sets, dtype=torch.float32)
+        worth = self._empty(batch, width, dtype=torch.float32)
+        macros = self._tile_macros(tune.warps, tune.stages)
+        kernel = load_kernel("scan/scan.cu", "scan_rows", macros, device=self.q.device).prefer_shared()
+        kernel(
+            (programs, 1, 1),
+            32 * tune.warps,
+            [*weights, self.codes, self.scales, self.table, self.count, roots, part, batch, width, *self.strides],
+            tune.warps * tune.stages * self.stage,
+            tune.overlap,
+        )
+        kernel = _select_kernel("sum_rows", plan.sets, plan.blocks, self.q.device)
+        kernel(
+            (-(-width // (128 * _reach(plan.sets, plan.blocks))), batch, 1),
+            512,
+            [roots, part, tiles, self.count, worth, histogram, batch, width, programs, base],
+            overlap=tune.overlap,
+        )
+        return worth
+
+    def step(self, limits: Tensor | None, budget: int, base: int, choose: bool) -> tuple[Tensor, Tensor]:
+        """Scan and choice in one kernel: rows and their number, or (not `choose`) worth, twice."""
+        plan, room, batch, width = self.plan, self.room, self.batch, self.width
+        assert room is not None
+        programs = min(self.free, batch * -(-width // 8))
+        state = self._empty(state_words(plan, batch, programs))
+        weights, _ = self._weigh(state)
+        worth = rows = chosen = key = place = None
+        if choose:
+            rows, chosen = self._empty(batch, budget), self._empty(batch)
+            key, place = self._empty(2, batch, width).unbind()
+        else:
+            worth = self._empty(batch, width, dtype=torch.float32)
+        macros = {**self._tile_macros(room.warps, room.stages), "BINS": BINS, "SHIFT": SHIFT, "CHOOSE": int(choose)}
+        kernel = load_kernel("scan/step.cu", "scan_and_choose", macros, device=self.q.device).prefer_shared()
+        kernel(
+            (programs, 1, 1),
+            32 * room.warps,
+            [*weights, self.codes, self.scales, self.table, self.count, state, worth, limits, rows, chosen, key, place,
+             batch, width, *self.strides, room.tiles, budget, base],
+            room.shared,
+            self.tune.overlap,
+            together=True,
+        )  # fmt: skip
+        if worth is not None:
+            return worth, worth
+        assert rows is not None
+        assert chosen is not None
+        return rows, chosen
 
 
 def select_top(
@@ -247,15 +361,17 @@ def scan_and_select(
 ) -> Chosen:
     """See :func:`hisparse.ops.scan.scan_and_select`."""
     tune = tuning or Tuning()
-    plan = _plan(q, codes, scales, table, stats, bits)
+    plan = _plan(q, codes, scales, table, stats, bits, tune)
     if plan is None:
         worth = scan_rows(q, codes, scales, table, count, stats, scaling, bits, tuning)
         return select_top(worth, table, count, budget, wanted, tuning, q.shape[1])
+    scan = _Scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune)
     base = lowest_bin(q.shape[1], budget)
-    table, count = table.contiguous(), count.contiguous()
+    if scan.room is not None:
+        return Chosen(*scan.step(None if wanted is None else wanted.contiguous(), budget, base, True))
     histogram = torch.empty(len(table), BINS, dtype=torch.int32, device=q.device)
-    worth = _scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune, histogram, base)
-    return _choose(worth, table, count, budget, wanted, histogram, base, tune)
+    worth = scan.worth(histogram, base)
+    return _choose(worth, scan.table, scan.count, budget, wanted, histogram, base, tune)
 
 
 def _choose(

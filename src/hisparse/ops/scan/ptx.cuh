@@ -1,6 +1,6 @@
 // What CUDA C++ has no words for: matrix products, copies in the background, clusters. Includes nothing.
 //
-// Macros: ONCE (1: what copy16 brings leaves the L2 cache first).
+// Macros: ONCE (1: what copy16 and copy_bulk_once bring leaves the L2 cache first).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -73,6 +73,42 @@ __device__ __forceinline__ void copy4(u32 to, const void* from, int size) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
 }
 
+// Barriers for the bulk copy engine: a warp sets up its own, for one arrival, and shows them to the engine.
+__device__ __forceinline__ void set_up_barrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(1) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, int size) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n .reg .pred done;\n again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra again_%=;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// `size` bytes, a multiple of 16, from global to shared memory by the bulk copy engine; what is read once leaves the L2
+// cache first.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, int size, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(size), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void copy_bulk_once(u32 to, const void* from, int size, u32 barrier, u64 policy) {
+#if ONCE
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                   to),
+               "l"(from), "r"(size), "r"(barrier), "l"(policy)
+               : "memory");
+#else
+  copy_bulk(to, from, size, barrier);
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int N>
@@ -114,6 +150,46 @@ __device__ __forceinline__ void write_in(u64* p, int rank, u64 x) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in(p, rank)), "l"(x) : "memory");
 }
 
+// What programs of a grid tell each other through global memory. Relaxed: the word itself is all that is told.
+__device__ __forceinline__ void tell(u32* p, u32 x) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
+__device__ __forceinline__ void tell(u64* p, u64 x) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory"); }
+
+__device__ __forceinline__ uint4 hear(const uint4* p) {
+  uint4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ u64 hear(const u64* p) {
+  u64 x;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ int hear_all(const int* p) {  // and what the teller had written before
+  int x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
+// A barrier among the threads of `n` programs; `arrived` was zero at first. Shows each the others' writes.
+__device__ __forceinline__ void arrive(int* arrived) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(arrived, 1);
+  }
+}
+__device__ __forceinline__ void wait_for_programs(const int* arrived, int n) {
+  if (threadIdx.x == 0)
+    while (hear_all(arrived) < n) {}
+  __syncthreads();
+}
+
 // For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Rows of sequence b.
+__device__ __forceinline__ int clamp_count(const int* count, int b, int max_rows) {
+  const int c = count[b];
+  return c < 0 ? 0 : c < max_rows ? c : max_rows;
+}

@@ -1,14 +1,11 @@
-// From the roots that the scan leaves to the rows of most worth.
-//
-// Worth is not negative, so its bits order as it does. Rows are counted by bins of 2^-8 of an octave; the bin at which
-// the budget runs out says for nearly every row whether it is taken. Rows of higher bins are taken, rows of that bin
-// become candidates, of which the best are taken, among equals the first. Eight programs a sequence choose together, a
-// cluster: they tell each other what they found through shared memory. Every row's place in the result follows from
+// From the roots that the scan leaves to the rows of most worth: see choice.cuh. Eight programs a sequence choose together,
+// a cluster: they tell each other what they found through shared memory. Every row's place in the result follows from
 // counts of the rows before it, so that the result is the same each time.
 //
 // Macros: SETS, BLOCKS (see sketch.cuh), BINS (2048), SHIFT, REACH (rows a quad of lanes sums).
 
 #include "ptx.cuh"
+#include "choice.cuh"
 
 constexpr int PC = SETS * 8;
 constexpr int THREADS = 512;      // of sum_rows and count_rows
@@ -16,19 +13,9 @@ constexpr int CHUNK = 2048;       // rows of a program of count_rows
 constexpr int CHOOSERS = 1024;    // threads of choose_rows
 constexpr int CLUSTER = 8;        // programs a sequence
 constexpr int HELD = 32;          // rows that a thread holds in registers
-constexpr int FEW = 1024;         // candidates that are ranked by comparing each with each
 static_assert(BINS == 2 * CHOOSERS, "two bins a thread");
 
 // ---- worth -------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ int clamp_count(const int* count, int b, int max_rows) {
-  const int c = count[b];
-  return c < 0 ? 0 : c < max_rows ? c : max_rows;
-}
-
-__device__ __forceinline__ int find_bin(int key, int base) { return max(min((key >> SHIFT) - base, BINS - 1), 0); }
-
-__device__ __forceinline__ int key_of(float worth) { return __float_as_int(worth) & 0x7FFFFFFF; }
 
 __device__ __forceinline__ void clear_bins(int* bins) {
   for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
@@ -37,12 +24,6 @@ __device__ __forceinline__ void clear_bins(int* bins) {
 __device__ __forceinline__ void add_bins(const int* bins, int* histogram) {
   for (int i = threadIdx.x; i < BINS; i += THREADS)
     if (bins[i]) atomicAdd(histogram + i, bins[i]);
-}
-
-// Which of the n parts of `total` tiles has tile x (see share_start in scan.cu).
-__device__ __forceinline__ int share_of(int x, int n, int total) {
-  const int each = total / n, longer = total % n, border = longer * (each + 1);
-  return x < border ? x / (each + 1) : longer + (x - border) / each;
 }
 
 // Grid (max_rows / (128 REACH), B), THREADS threads. worth float32 [B, max_rows], -inf beyond the count; where `histogram`
@@ -159,84 +140,10 @@ count_rows(const float* worth, const int* count, int* histogram, int max_rows, i
 // ---- the choice --------------------------------------------------------------------------------------------------
 
 struct Shared {
-  int scratch[32], cut, sure, left, rest, digit;
-  int all[2];  // rows taken by the program, and candidates
-  int count[256];
+  Desk desk;
+  int all[2];    // rows taken by the program, and candidates
   u64 few[FEW];  // of the first program: candidates, the key above the complement of the row
 };
-
-// Sum of x over the threads before this one. Barriers inside.
-__device__ __noinline__ int sum_before(int x, int* scratch) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int sum = x;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
-  __syncthreads();  // scratch may be in use still
-  if (lane == 31) scratch[warp] = sum;
-  __syncthreads();
-  int warps = scratch[lane];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, warps, step);
-    if (lane >= step) warps += other;
-  }
-  const int before = __shfl_sync(~0u, warps, (warp + 31) & 31);
-  return sum - x + (warp ? before : 0);
-}
-
-__device__ __forceinline__ int read_volatile(const int* p) { return *(const volatile int*)p; }
-
-// The `wanted`-th largest of the values of 0 .. n - 1 that share the bits of `limit` from `bits` up, found eight bits at a
-// time by counting; and how many values that equal it are among the `wanted`. Values below 0 do not count.
-template <class Value>
-__device__ __forceinline__ int find_limit(Value value, int n, int wanted, int bits, int limit, Shared& s, int& equal) {
-#pragma unroll 1
-  for (int shift = bits; shift > 0;) {
-    const int width = shift < 8 ? shift : 8, above_bits = shift;
-    shift -= width;
-    if (threadIdx.x < 256) s.count[threadIdx.x] = 0;
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < n; i += CHOOSERS) {
-      const int x = value(i);
-      if (x >= 0 && (x >> above_bits) == (limit >> above_bits)) atomicAdd(s.count + ((x >> shift) & ((1 << width) - 1)), 1);
-    }
-    __syncthreads();
-    // Thread i has digit 255 - i: sums run from the largest digit down.
-    const int own = threadIdx.x < 256 ? s.count[255 - threadIdx.x] : 0;
-    const int above = sum_before(own, s.scratch);
-    if (threadIdx.x < 256 && above < wanted && above + own >= wanted) s.digit = 255 - threadIdx.x, s.rest = wanted - above;
-    __syncthreads();
-    limit |= s.digit << shift;
-    wanted = s.rest;
-    __syncthreads();
-  }
-  equal = wanted;
-  return limit;
-}
-
-// The best `rest` of many candidates in memory, key and row; of equal ones the first rows.
-__device__ __noinline__ void take_of_many(const int* key, const int* place, const int* table, int n, int rest, int bits,
-                                          int common, int* to, Shared& s) {
-  int equal, ignored;
-  const int limit = find_limit([&](int i) { return read_volatile(key + i); }, n, rest, bits, common, s, equal);
-  const auto early = [&](int i) { return read_volatile(key + i) == limit ? 0x7FFFFFFF - read_volatile(place + i) : -1; };
-  const int last = find_limit(early, n, equal, 31, 0, s, ignored);
-  int done = 0;
-#pragma unroll 1
-  for (int start = 0; start < n; start += CHOOSERS) {
-    const int i = start + threadIdx.x;
-    const int take = i < n && (read_volatile(key + i) > limit || early(i) >= last);
-    const int at = done + sum_before(take, s.scratch);
-    if (take) to[at] = table[read_volatile(place + i)];
-    if (threadIdx.x == CHOOSERS - 1) s.rest = at + take;
-    __syncthreads();
-    done = s.rest;
-  }
-}
 
 // Grid (CLUSTER, B), CHOOSERS threads. rows int32 [B, budget], chosen int32 [B]. histogram int32 [B, BINS] of all rows;
 // key, place int32 [B, max_rows]: room for candidates; limits: int32 [B] or null.
@@ -266,18 +173,10 @@ choose_rows(const float* worth, const int* table, const int* count, const int* l
         }
   };
   read_keys(0);
-  // Thread i has bins BINS - 1 - 2 i and the one below: sums run from the top bin down. One bin reaches what is wanted.
   const int2 bins = ((const int2*)(histogram + b * BINS))[CHOOSERS - 1 - tid];
-  if (tid == 0) s.cut = wanted ? -1 : BINS, s.sure = 0, s.left = 0;
-  const int above = sum_before(bins.x + bins.y, s.scratch);
-  if (above < wanted && above + bins.y >= wanted) s.cut = BINS - 1 - 2 * tid, s.sure = above, s.left = bins.y;
-  else if (above + bins.y < wanted && above + bins.y + bins.x >= wanted)
-    s.cut = BINS - 2 - 2 * tid, s.sure = above + bins.y, s.left = bins.x;
-  __syncthreads();
-  const int cut = s.cut, sure = s.sure, left = s.left, rest = wanted - sure;
-  // The keys of the bin at the cut: bounds are cheaper than bins. Nothing reaches those of a cut above all bins.
-  const int least = cut >= BINS ? 0x7FFFFFFF : cut > 0 ? (cut + base) << SHIFT : 0;
-  const int next = cut >= BINS - 1 ? 0x7FFFFFFF : cut < 0 ? 0 : (cut + base + 1) << SHIFT;
+  const int two[2] = {bins.y, bins.x};
+  const Cut cut = find_cut<CHOOSERS>(two, wanted, s.desk);
+  const int sure = cut.sure, left = cut.left, rest = wanted - sure, least = cut.least(base), next = cut.next(base);
 
   u32 takes = 0, those = 0;  // bit e: own[e] is taken, is a candidate
   const auto sort_out = [&](int start) {
@@ -299,7 +198,7 @@ choose_rows(const float* worth, const int* table, const int* count, const int* l
     sort_out(start);
     found += __popc(takes), found_left += __popc(those);
   }
-  int to = sum_before(found, s.scratch), to_left = sum_before(found_left, s.scratch);
+  int to = sum_before<CHOOSERS>(found, s.desk.scratch), to_left = sum_before<CHOOSERS>(found_left, s.desk.scratch);
   if (tid == CHOOSERS - 1) s.all[0] = to + found, s.all[1] = to_left + found_left;
   sync_cluster();
   const bool earlier = lane < rank;
@@ -325,8 +224,7 @@ choose_rows(const float* worth, const int* table, const int* count, const int* l
   if (rank || rest <= 0) return;
   rows += sure;
   if (!few) {
-    const bool inner = cut > 0 && cut < BINS - 1;  // the rows of such a bin share their first digits
-    take_of_many(key, place, table, left, rest, inner ? SHIFT : 31, inner ? (cut + base) << SHIFT : 0, rows, s);
+    take_of_many<CHOOSERS>(key, place, table, left, rest, cut.shared_from(), cut.common(base), rows, s.desk);
     return;
   }
   // Each candidate's rank: four lanes compare it with a quarter of the others each.

@@ -45,8 +45,3 @@ __device__ __forceinline__ float decode_scale(u32 word, int j) {
   const float x = __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 + j));  // 2^23 + byte
   return exp2_fast(__fmaf_rn(x, 0.0625f, 16.f - 524288.f));
 }
-
-__device__ __forceinline__ int clamp_count(const int* count, int b, int max_rows) {
-  const int c = count[b];
-  return c < 0 ? 0 : c < max_rows ? c : max_rows;
-}

@@ -25,7 +25,7 @@ __device__ __forceinline__ float read_query(const void* q, i64 at) {
 }
 
 // Grid (HEADS, B), 1024 threads. For one KV head of one sequence:
-//   frag u32 [B, HEADS, NB, 32, FRAG]: float16 weights as lanes want them; middle, top float32 [B, HEADS, NQ]: what the
+//   frag u32 [B, HEADS, NB, FRAG / 2, 32, 2]: float16 weights as lanes want them, two registers at a time; middle, top float32 [B, HEADS, NQ]: what the
 //   accumulators start from, and the highest score of a sample of rows, which attention is summed relative to.
 // Also: tiles int32 [B + 1], the first tile of each sequence; and zeros to `clear`.
 extern "C" __global__ void __launch_bounds__(1024, 1)
@@ -158,8 +158,10 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
       sum *= -5.9604644775390625e-08f;  // 2^-24
       if (lane == 0) s_middle[warp] = sum, middle[((i64)b * HEADS + h) * NQ + warp] = sum;
     }
-    for (int i = tid; i < NB * 32 * FRAG; i += WEIGHERS)
-      frag[((i64)b * HEADS + h) * (NB * 32 * FRAG) + i] = s_frag[i];
+    for (int i = tid; i < NB * 32 * FRAG; i += WEIGHERS) {
+      const int pair = i % (32 * FRAG) / 64, from = i % 64 / 2;  // of registers, and the lane
+      frag[((i64)b * HEADS + h) * (NB * 32 * FRAG) + i] = s_frag[(i / (32 * FRAG) * 32 + from) * FRAG + 2 * pair + (i & 1)];
+    }
   }
   __syncthreads();
 

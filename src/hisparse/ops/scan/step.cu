@@ -1,0 +1,382 @@
+// The scan and the choice of a decode step in one kernel: see tile.cuh for the scan and choice.cuh for the choice.
+//
+// Every program is on its multiprocessor from the beginning to the end. It scores its share of the rows and keeps the roots
+// of their attention in shared memory; what takes all rows, the programs tell each other through global memory:
+//   1. the sums of their rows' attention: then each knows all attention, and so its rows' worth;
+//   2. how many rows each bin has, at a barrier: then each knows the bin at which the budget runs out;
+//   3. how many rows each takes, and how many candidates it has: then each knows where its own go;
+//   4. the candidates, which those that have some compare with each other.
+// What is told in 1, 3 and 4 is never zero, and memory is zero before, so that a word that is not zero is there. Sums are
+// added and rows placed in the order of programs, so that the result is the same each time.
+//
+// Macros: those of tile.cuh, BINS (2048), SHIFT, CHOOSE (0: only the rows' worth is wanted).
+
+#include "ptx.cuh"
+#include "sketch.cuh"
+#include "tile.cuh"
+#include "choice.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr int COLUMNS = BLOCKS * PC;               // of all heads
+constexpr int TURNS = WARPS / BLOCKS;              // warps that share the tiles of a block of heads
+constexpr int QUADS = COLUMNS / 4;                 // sums that are told four at a time
+constexpr int MOST = 32;                           // sequences
+constexpr int EACH = BINS / 256;                   // bins of a thread
+constexpr u32 TOLD = 0x80000000;
+static_assert(WARPS % BLOCKS == 0 && THREADS >= 256 && QUADS <= THREADS, "see plan_step in cuda.py");
+
+// The tiles that a program has of a sequence, from `first` to `end`; they are its own from `at` on.
+struct Piece {
+  int b, first, end, at, rows;  // rows: of the sequence
+  int begin, last;              // first and last program that has tiles of it
+  int wanted, sure, left, takes, candidates, least, next, shared_from, common;
+};
+
+// What a program needs when its rows have been read; where the stages were.
+struct Tail {
+  float part[WARPS > THREADS / QUADS ? WARPS : THREADS / QUADS][COLUMNS], factor[COLUMNS];
+  int bins[BINS];
+  u64 few[FEW];
+  Desk desk;
+};
+
+// Global memory, zero at first, by which programs tell each other things: u32 words, see state_words in cuda.py.
+struct State {
+  u32* total;      // [grid + B, COLUMNS]: sums of attention of program + sequence, with the sign bit set
+  u64* few;        // [B, FEW]: candidates, the key above the complement of the row
+  int* histogram;  // [B, BINS]
+  u64* found;      // [grid + B]: rows taken, candidates, each with the sign bit set
+  int* done;       // [B]: programs that wrote their candidates where there are many
+  int* arrived;    // at the barrier
+
+  __device__ __forceinline__ State(u32* p, int batch) {
+    const int slots = (int)gridDim.x + batch;
+    total = p, p += slots * COLUMNS;
+    few = (u64*)p, p += batch * (2 * FEW);
+    histogram = (int*)p, p += batch * BINS;
+    found = (u64*)p, p += slots * 2;
+    done = (int*)p, p += batch;
+    arrived = (int*)p;
+  }
+};
+
+// ---- worth -------------------------------------------------------------------------------------------------------
+
+// All attention of each column of a sequence, as factors 1 / sqrt: programs' sums, added in the same order everywhere.
+__device__ __forceinline__ void hear_totals(const State& state, const Piece& piece, Tail& s) {
+  constexpr int WAYS = THREADS / QUADS;
+  const int tid = threadIdx.x, quad = tid % QUADS, way = tid / QUADS;
+  float sum[4] = {};
+  if (way < WAYS) {
+    const uint4* from = (const uint4*)(state.total + (i64)piece.b * COLUMNS) + quad;
+    const auto is_there = [](uint4 x) { return (int)(x.x & x.y & x.z & x.w) < 0; };
+#pragma unroll 1
+    for (int p = piece.begin + way; p <= piece.last; p += 4 * WAYS) {
+      uint4 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = p + i * WAYS <= piece.last ? hear(from + (i64)(p + i * WAYS) * QUADS) : make_uint4(TOLD, TOLD, TOLD, TOLD);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        while (!is_there(x[i])) x[i] = hear(from + (i64)(p + i * WAYS) * QUADS);
+        sum[0] += __uint_as_float(x[i].x ^ TOLD), sum[1] += __uint_as_float(x[i].y ^ TOLD);
+        sum[2] += __uint_as_float(x[i].z ^ TOLD), sum[3] += __uint_as_float(x[i].w ^ TOLD);
+      }
+    }
+  }
+  __syncwarp();
+  constexpr bool TOGETHER = QUADS < 32 && 32 % QUADS == 0;  // lanes of a warp have the same columns
+  if constexpr (TOGETHER)
+#pragma unroll
+    for (int step = QUADS; step < 32; step *= 2)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[k] += __shfl_xor_sync(~0u, sum[k], step);
+  constexpr int PARTS = TOGETHER ? WARPS : WAYS;
+  const int part = TOGETHER ? tid >> 5 : way;
+  if (part < PARTS && (!TOGETHER || (tid & 31) < QUADS))
+#pragma unroll
+    for (int k = 0; k < 4; ++k) s.part[part][4 * quad + k] = sum[k];
+  __syncthreads();
+  for (int c = tid; c < COLUMNS; c += THREADS) {
+    float all = 0.f;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) all += s.part[i][c];
+    s.factor[c] = all > 0.f ? rsqrtf(all) : 0.f;
+  }
+  __syncthreads();
+}
+
+// Four lanes a row, four tiles at a time; lane t of a row keeps the sum of tile t. Leaves the rows' worth in s_worth, and
+// in `to` where that is given; counts their bins.
+__device__ __forceinline__ void sum_rows(const u32* roots, float* s_worth, float* to, const Piece& piece, Tail& s, int base) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  float factor[BLOCKS][SETS][2];
+#pragma unroll
+  for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+    for (int i = 0; i < SETS; ++i) {
+      factor[k][i][0] = s.factor[k * PC + i * 8 + 2 * t];
+      factor[k][i][1] = s.factor[k * PC + i * 8 + 2 * t + 1];
+    }
+  const int n = piece.end - piece.first;
+#pragma unroll 1
+  for (int tile = warp * 4; tile < n; tile += WARPS * 4) {
+    float mine = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = piece.at + min(tile + i, n - 1);
+      float sum = 0.f;
+#pragma unroll
+      for (int k = 0; k < BLOCKS; ++k) {
+        const u32* from = roots + (((at * BLOCKS + k) * 8 + g) * 4 + t) * SETS;
+        u32 x[SETS];
+        if constexpr (SETS % 4 == 0) {
+#pragma unroll
+          for (int j = 0; j < SETS; j += 4) {
+            const uint4 y = ((const uint4*)from)[j / 4];
+            x[j] = y.x, x[j + 1] = y.y, x[j + 2] = y.z, x[j + 3] = y.w;
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < SETS; ++j) x[j] = from[j];
+        }
+#pragma unroll
+        for (int j = 0; j < SETS; ++j) {
+          sum = __fmaf_rn(__int_as_float(x[j] << 16), factor[k][j][0], sum);
+          sum = __fmaf_rn(__int_as_float(x[j] & 0xFFFF0000u), factor[k][j][1], sum);
+        }
+      }
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (i == t) mine = sum;
+    }
+    const int row = (piece.first + tile + t) * 8 + g;
+    if (tile + t < n && row < piece.rows) {
+      s_worth[(piece.at + tile + t) * 8 + g] = mine;
+      if (!CHOOSE || to) to[row] = mine;
+      if (CHOOSE) atomicAdd(s.bins + find_bin(key_of(mine), base), 1);
+    }
+  }
+}
+
+// ---- the choice --------------------------------------------------------------------------------------------------
+
+// Calls take(row, key) for the thread's rows of a piece, in order.
+template <class Take>
+__device__ __forceinline__ void each_row(const float* s_worth, const Piece& piece, Take take) {
+  const int first = piece.first * 8, n = min(piece.end * 8, piece.rows) - first;
+  for (int i = threadIdx.x; i < n; i += THREADS) take(first + i, key_of(s_worth[piece.at * 8 + i]));
+}
+
+// The bin at which the budget runs out, and what the program has above it and in it; tells the others the numbers.
+__device__ __forceinline__ void count_own(const State& state, const float* s_worth, Piece& piece, const int* limits, int budget,
+                                          int base, Tail& s) {
+  const int tid = threadIdx.x;
+  int bins[EACH] = {};
+  if (tid < 256) {
+    const uint4* from = (const uint4*)(state.histogram + (i64)piece.b * BINS + BINS - EACH * (tid + 1));
+#pragma unroll
+    for (int i = 0; i < EACH; i += 4) {
+      const uint4 x = hear(from + i / 4);
+      bins[EACH - 1 - i] = (int)x.x, bins[EACH - 2 - i] = (int)x.y, bins[EACH - 3 - i] = (int)x.z, bins[EACH - 4 - i] = (int)x.w;
+    }
+  }
+  const int wanted = min(max(limits ? min(limits[piece.b], budget) : budget, 0), piece.rows);
+  const Cut cut = find_cut<THREADS>(bins, wanted, s.desk);
+  const int least = cut.least(base), next = cut.next(base);
+  int takes = 0, candidates = 0;
+  each_row(s_worth, piece, [&](int, int key) { takes += key >= next, candidates += key >= least && key < next; });
+  takes = __reduce_add_sync(~0u, takes), candidates = __reduce_add_sync(~0u, candidates);
+  if (tid == 0) s.desk.count[0] = s.desk.count[1] = 0;
+  __syncthreads();
+  if ((tid & 31) == 0) atomicAdd(s.desk.count, takes), atomicAdd(s.desk.count + 1, candidates);
+  __syncthreads();
+  if (tid == 0) {
+    takes = s.desk.count[0], candidates = s.desk.count[1];
+    tell(state.found + blockIdx.x + piece.b, (u64)((u32)candidates | TOLD) << 32 | ((u32)takes | TOLD));
+    piece.wanted = wanted, piece.sure = cut.sure, piece.left = cut.left, piece.takes = takes, piece.candidates = candidates;
+    piece.least = least, piece.next = next, piece.shared_from = cut.shared_from(), piece.common = cut.common(base);
+  }
+  __syncthreads();
+}
+
+// Puts the rows that are taken in their places, behind those of earlier programs, and shows the candidates. Leaves the number
+// of earlier programs' candidates.
+__device__ __forceinline__ int place_own(const State& state, const float* s_worth, const Piece& piece, const int* table, int* rows,
+                                         int* key, int* place, Tail& s) {
+  const int tid = threadIdx.x;
+  int takes = 0, candidates = 0;
+  each_row(s_worth, piece, [&](int, int x) { takes += x >= piece.next, candidates += x >= piece.least && x < piece.next; });
+  // Two numbers in one, of which the lower does not reach the upper: a program has fewer than 2^15 rows.
+  const int before = sum_before<THREADS>(takes << 16 | candidates, s.desk.scratch);
+  int to = before >> 16, to_left = before & 0xFFFF;
+  if (tid == 0) s.desk.count[0] = s.desk.count[1] = 0;
+  __syncthreads();
+  int earlier = 0, earlier_left = 0;
+  for (int p = piece.begin + tid; p < (int)blockIdx.x; p += THREADS) {
+    u64 x;
+    do x = hear(state.found + p + piece.b);
+    while (!x);
+    earlier += (int)((u32)x ^ TOLD), earlier_left += (int)((u32)(x >> 32) ^ TOLD);
+  }
+  __syncwarp();
+  earlier = __reduce_add_sync(~0u, earlier), earlier_left = __reduce_add_sync(~0u, earlier_left);
+  if ((tid & 31) == 0 && earlier | earlier_left) atomicAdd(s.desk.count, earlier), atomicAdd(s.desk.count + 1, earlier_left);
+  __syncthreads();
+  earlier_left = s.desk.count[1];
+  to += s.desk.count[0], to_left += earlier_left;
+  const bool few = piece.left <= FEW;
+  each_row(s_worth, piece, [&](int row, int x) {
+    if (x >= piece.next) {
+      rows[to++] = table[row];
+    } else if (x >= piece.least) {
+      if (few) tell(state.few + (i64)piece.b * FEW + to_left, (u64)x << 32 | (u32)~row);
+      else key[to_left] = x, place[to_left] = row;
+      ++to_left;
+    }
+  });
+  if (!few) arrive(state.done + piece.b);
+  __syncthreads();
+  return earlier_left;
+}
+
+// The rank of each of the program's candidates, from `first` on, says whether it is taken, and where it goes.
+__device__ __forceinline__ void rank_own(const State& state, const Piece& piece, int first, const int* table, int* rows, Tail& s) {
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, rest = piece.wanted - piece.sure;
+  if (rest <= 0 || !piece.candidates) return;
+  for (int i = tid; i < piece.left; i += THREADS) {
+    u64 x;
+    do x = hear(state.few + (i64)piece.b * FEW + i);
+    while (!x);
+    s.few[i] = x;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = first + warp; i < first + piece.candidates; i += WARPS) {
+    const u64 mine = s.few[i];
+    int better = 0;
+    for (int j = lane; j < piece.left; j += 32) better += s.few[j] > mine;
+    better = __reduce_add_sync(~0u, better);
+    if (better < rest && lane == 0) rows[piece.sure + better] = table[~(u32)mine];
+  }
+  __syncthreads();
+}
+
+// ---- the step ----------------------------------------------------------------------------------------------------
+
+// Grid: at most as many programs as there are multiprocessors, all there at once; WARPS warps; in shared memory the roots
+// of `room` tiles, and behind them the stages, where later are the worth of the rows and a Tail. At most MOST sequences.
+// state: see State. worth float32 [B, max_rows] or null: -inf beyond the count. Where CHOOSE: rows int32 [B, budget], chosen
+// int32 [B]; limits int32 [B] or null; key, place int32 [B, max_rows]: room for candidates where there are many.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+scan_and_choose(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
+                const int* count, u32* words, float* worth, const int* limits, int* rows, int* chosen, int* key, int* place,
+                int batch, int max_rows, int code_stride, int scale_stride, int room, int budget, int base) {
+  extern __shared__ __align__(16) u8 memory[];
+  __shared__ u64 s_barriers[WARPS * STAGES];
+  __shared__ float s_total[WARPS][PC];
+  __shared__ Piece s_piece[MOST];
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  start_next();
+  const Lengths lengths = read_lengths(count, batch, max_rows, lane);
+  const int all = lengths.all, programs = min((int)gridDim.x, all);
+  const State state(words, batch);
+  u32* roots = (u32*)memory;
+  float* s_worth = (float*)(memory + room * (BLOCKS * 128 * SETS));
+  Tail& tail = *(Tail*)((u8*)s_worth + room * 32);
+  Ring ring;
+  ring.set_up(s_worth, s_barriers, warp, lane);
+
+  // 1. The roots.
+  int at = share_start(blockIdx.x, programs, all), pieces = 0;
+  const int start = at, stop = share_start(blockIdx.x + 1, programs, all);
+  while ((int)blockIdx.x < programs && at < stop) {
+    const Place found = find_place(lengths, count, batch, max_rows, at, lane);
+    const int b = found.b, n_rows = found.rows, tiles = (n_rows + 7) / 8, block = warp % BLOCKS;
+    const int first = at - found.before, end = min(stop - found.before, tiles);
+    if (tid == 0) {
+      s_piece[pieces] = {b, first, end, at - start, n_rows, share_of(found.before, programs, all),
+                         share_of(found.before + tiles - 1, programs, all)};
+    }
+    const Sketches from = {codes + block * BODY, scales + block * MARKS, code_stride, scale_stride};
+    u32* to = roots + ((at - start - first) * BLOCKS + block) * (32 * SETS) + lane * SETS;
+    Weights weights;
+    float total[SETS][2] = {};
+    score_tiles(
+        ring, from, block, table + (i64)b * max_rows, n_rows, first + warp / BLOCKS, end, TURNS, weights, total, lane,
+        [&] {
+          wait_for_previous();  // sketches, tables and counts are older; the weights are not
+          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, lane);
+        },
+        [&](int tile, int, const u32(&result)[SETS]) { write_words(to + tile * (BLOCKS * 32 * SETS), result); });
+    add_rows(total, s_total[warp], lane);
+    __syncthreads();
+    for (int c = tid; c < COLUMNS; c += THREADS) {
+      float x = 0.f;
+#pragma unroll
+      for (int w = 0; w < TURNS; ++w) x += s_total[w * BLOCKS + c / PC][c % PC];
+      tell(state.total + (i64)(blockIdx.x + b) * COLUMNS + c, __float_as_uint(x) | TOLD);
+    }
+    __syncthreads();
+    at = found.before + end, ++pieces;
+  }
+  wait_for_previous();  // every program, or this kernel could end before the one ahead
+
+  // 2. The rows' worth, and its bins.
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) {
+    const Piece& piece = s_piece[i];
+    if (CHOOSE)
+      for (int j = tid; j < BINS; j += THREADS) tail.bins[j] = 0;
+    hear_totals(state, piece, tail);
+    sum_rows(roots, s_worth, worth ? worth + (i64)piece.b * max_rows : nullptr, piece, tail, base);
+    if (!CHOOSE) continue;
+    __syncthreads();
+    for (int j = tid; j < BINS; j += THREADS)
+      if (tail.bins[j]) atomicAdd(state.histogram + (i64)piece.b * BINS + j, tail.bins[j]);
+    __syncthreads();
+  }
+  if (worth)
+#pragma unroll 1
+    for (int b = 0; b < batch; ++b)
+      for (int i = clamp_count(count, b, max_rows) + (int)blockIdx.x * THREADS + tid; i < max_rows; i += (int)gridDim.x * THREADS)
+        worth[(i64)b * max_rows + i] = __int_as_float(0xFF800000);
+  if (!CHOOSE) return;
+#pragma unroll 1
+  for (int b = blockIdx.x; b < batch; b += gridDim.x)
+    if (clamp_count(count, b, max_rows) == 0) {  // a sequence that no program has
+      if (tid == 0) chosen[b] = 0;
+      for (int i = tid; i < budget; i += THREADS) rows[(i64)b * budget + i] = 0;
+    }
+  if (!pieces) return;
+
+  // 3. The choice.
+  arrive(state.arrived);
+  wait_for_programs(state.arrived, programs);
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) count_own(state, s_worth, s_piece[i], limits, budget, base, tail);
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) {
+    const Piece& piece = s_piece[i];
+    const i64 row = (i64)piece.b * max_rows;
+    const int first = place_own(state, s_worth, piece, table + row, rows + (i64)piece.b * budget, key + row, place + row, tail);
+    if (tid == 0) s_piece[i].begin = piece.begin == (int)blockIdx.x ? -1 : piece.begin, s_piece[i].takes = first;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int i = 0; i < pieces; ++i) {
+    const Piece& piece = s_piece[i];
+    int* to = rows + (i64)piece.b * budget;
+    const int* own_table = table + (i64)piece.b * max_rows;
+    if (piece.left <= FEW) rank_own(state, piece, piece.takes, own_table, to, tail);
+    if (piece.begin >= 0) continue;
+    // The first of a sequence's programs does what is left.
+    if (tid == 0) chosen[piece.b] = piece.wanted;
+    for (int j = piece.wanted + tid; j < budget; j += THREADS) to[j] = 0;
+    if (piece.left > FEW && piece.wanted > piece.sure) {
+      wait_for_programs(state.done + piece.b, piece.last - (int)blockIdx.x + 1);
+      const i64 row = (i64)piece.b * max_rows;
+      take_of_many<THREADS>(key + row, place + row, own_table, piece.left, piece.wanted - piece.sure, piece.shared_from, piece.common,
+                            to + piece.sure, tail.desk);
+    }
+  }
+}

@@ -28,9 +28,22 @@ class Past:
     `ids` are in the order of positions, of the pool if not scattered.
     """
 
-    def __init__(self, name: str, layer: Layer, context: int, capacity: float, scattered: bool, bits: int = 2) -> None:
+    def __init__(
+        self,
+        name: str,
+        layer: Layer,
+        context: int,
+        capacity: float,
+        scattered: bool,
+        bits: int = 2,
+        page_size: int = 4,
+    ) -> None:
         shape, device = SHAPES[name], layer.k.device
-        config = HiSparseConfig(budget=BudgetConfig(capacity=capacity, min_keep=0.0), selection={"sketch_bits": bits})
+        config = HiSparseConfig(
+            budget=BudgetConfig(capacity=capacity, min_keep=0.0),
+            selection={"sketch_bits": bits},
+            vtq={"page_size": page_size},
+        )
         geometry = Geometry(shape.layers, shape.heads, shape.dim, torch.bfloat16, config, batched=True)
         self.name, self.layer, self.context, self.config = name, layer, context, config
         self.scaling, self.bits = shape.dim**-0.5, bits

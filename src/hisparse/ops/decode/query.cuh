@@ -13,32 +13,41 @@ constexpr int SCRATCH = LARGER > DENSE_WORDS ? LARGER : DENSE_WORDS;
 __device__ inline void normalise(float* weights, const u16* q, int q_stride, const i64* order, const float* k_mean,
                                  const float* k_scale, float scaling) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    constexpr int PER = DIM / 32;
+    constexpr int PER = DIM / 32, ROWS = HEADS * QUERIES, BATCH = ROWS > WARPS ? 2 : 1;
     int channel = 0;
     if (threadIdx.x < DIM) channel = (int)order[threadIdx.x];
-#pragma unroll 2
-    for (int row = warp; row < HEADS * QUERIES; row += WARPS) {
-        const int at = row / QUERIES * DIM + lane;
-        float mean = 0.f, top = 0.f, x[PER], scale[PER], centre[PER];
+#pragma unroll 1
+    for (int first = warp; first < ROWS; first += BATCH * WARPS) {
+        float x[BATCH][PER], scale[BATCH][PER], centre[BATCH][PER];  // all requested before any is used
 #pragma unroll
-        for (int c = 0; c < PER; c++) {
-            x[c] = number(q[(i64)row * q_stride + lane + 32 * c]) * scaling;
-            scale[c] = k_scale[at + 32 * c];
-            centre[c] = k_mean[at + 32 * c];
+        for (int n = 0; n < BATCH; n++) {
+            const int row = min(first + n * WARPS, ROWS - 1), at = row / QUERIES * DIM + lane;
+#pragma unroll
+            for (int c = 0; c < PER; c++) {
+                x[n][c] = number(q[(i64)row * q_stride + lane + 32 * c]);
+                scale[n][c] = k_scale[at + 32 * c];
+                centre[n][c] = k_mean[at + 32 * c];
+            }
         }
 #pragma unroll
-        for (int c = 0; c < PER; c++) {
-            mean = fmaf(x[c], centre[c], mean);
-            x[c] *= scale[c];
-            top = fmaxf(top, fabsf(x[c]));
-            weights[row * QUERY_ROW + lane + 32 * c] = x[c];
-        }
+        for (int n = 0; n < BATCH; n++) {
+            const int row = first + n * WARPS;
+            float mean = 0.f, top = 0.f;
 #pragma unroll
-        for (int across = 1; across < 32; across *= 2) {
-            mean += __shfl_xor_sync(ALL, mean, across);
-            top = fmaxf(top, __shfl_xor_sync(ALL, top, across));
+            for (int c = 0; c < PER; c++) {
+                x[n][c] *= scaling;
+                mean = fmaf(x[n][c], centre[n][c], mean);
+                x[n][c] *= scale[n][c];
+                top = fmaxf(top, fabsf(x[n][c]));
+                if (row < ROWS) weights[row * QUERY_ROW + lane + 32 * c] = x[n][c];
+            }
+#pragma unroll
+            for (int across = 1; across < 32; across *= 2) {
+                mean += __shfl_xor_sync(ALL, mean, across);
+                top = fmaxf(top, __shfl_xor_sync(ALL, top, across));
+            }
+            if (lane == 0 && row < ROWS) weights[MEANS + row] = mean, weights[MEANS + ROWS + row] = top;
         }
-        if (lane == 0) weights[MEANS + row] = mean, weights[MEANS + HEADS * QUERIES + row] = top;
     }
     for (int place = threadIdx.x; place < DIM; place += THREADS)
         ((u8*)(weights + PLACES))[place] = (u8)(place == (int)threadIdx.x ? channel : (int)order[place]);
@@ -74,7 +83,7 @@ __device__ inline void prepare(State& s, const float* all, int head) {
             for (int k = 0; k < 2; k++) {
                 a[k] = halves(weights[slow >> 8 * k & 255] * up, weights[slow >> 8 * (k + 2) & 255] * up);
                 b[k] = halves(weights[fast >> 8 * k & 255] * ratio * up, weights[fast >> 8 * (k + 2) & 255] * ratio * up);
-                sums[part / (GROUP / 64)] += low_half(a[k]) + high_half(a[k]) + (low_half(b[k]) + high_half(b[k])) / ratio;
+                sums[part / (GROUP / 64)] += low_half(a[k]) + high_half(a[k]) + (low_half(b[k]) + high_half(b[k])) * (1.f / ratio);
             }
 #pragma unroll
             for (int k = 0; k < 2; k++) {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from decode_oracle import Case, check, make_case
 
-from emulator import EmulatedKernel
+from emulator import EmulatedKernel, behind
 from hisparse.ops.decode import DecodeResult
 
 cuda = pytest.importorskip("hisparse.ops.decode.cuda")
@@ -58,6 +58,39 @@ def test_at_every_shape(dim, group, heads, queries, tokens, split, bits, run) ->
     )
     mass = tokens <= 16
     check(case, run(case, 2, mass, split), page_mass=mass)
+
+
+@pytest.mark.parametrize("rows", [(70,), (9, 0, 30)], ids=str)
+def test_an_early_start_needs_nothing_of_the_kernels_ahead(rows: tuple[int, ...], run: Any) -> None:
+    """Until it has waited, all that the scan and the fetch leave is nonsense to it."""
+    case = make_case(
+        torch.bfloat16, **COMMON, counts=(100, 5, 0)[: len(rows)], rows=rows, lengths=(148, 0, 7)[: len(rows)]
+    )
+    early = cuda.reserve(case.q, case.dense_k)
+    assert case.recalled is not None
+    behind(case.recalled.pool, case.recalled.table, case.recalled.count)
+    tuning = cuda.Tuning(4, 3, late=2, ahead=2)
+    check(case, cuda.decode_attention(*case.arguments(), None, None, False, "rope", tuning, early=early))
+
+
+def test_a_late_wait_is_found(run: Any, altered: Any) -> None:
+    altered("decode/decode.cu", "if (rows_table) {\n        wait_for_previous();", "if (rows_table) {")
+    case = make_case(torch.bfloat16, **COMMON, counts=(9,), rows=(30,), lengths=(5,))
+    assert case.recalled is not None
+    behind(case.recalled.table, case.recalled.count)
+    with pytest.raises(AssertionError):
+        check(
+            case,
+            cuda.decode_attention(
+                *case.arguments(), None, None, False, "rope", early=cuda.reserve(case.q, case.dense_k)
+            ),
+        )
+
+
+def test_dense_slots_alone(run: Any) -> None:
+    case = make_case(torch.bfloat16, **COMMON, counts=(0, 0, 0), rows=None, lengths=(200, 0, 65))
+    case.kept = None
+    check(case, run(case, 1, split="never"))
 
 
 def test_long_shares_in_any_order(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("hisparse.ops.fetch.triton")
 from test_fetch_rows import Model, host_of, ints
 
-from emulator import EmulatedKernel
+from emulator import behind
 from hisparse.ops.fetch import AGES, HotBuffer
 from hisparse.ops.fetch import cuda as twin
 
@@ -18,14 +18,6 @@ from hisparse.ops.fetch import cuda as twin
 @pytest.fixture(autouse=True)
 def _fetch(emulate: Any) -> None:
     emulate(twin)
-
-
-def behind(*tensors: torch.Tensor) -> None:
-    """Has the next launch that overlaps see these tensors as they were before the kernel ahead, until it waits."""
-    EmulatedKernel._changed = tuple(
-        (x.untyped_storage(), b"\x55" * x.untyped_storage().nbytes(), bytes(x.untyped_storage().tolist()))
-        for x in tensors
-    )
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
@@ -53,6 +45,9 @@ def test_slots_are_those_of_the_least_recently_used(
             assert table[b, : number[b]].tolist() == models[b].step(own.tolist())
             assert not table[b, number[b] :].any()
             assert torch.equal(hot.buffer[table[b, : number[b]].long()], bytes_[own])
+        slots, held = twin.held_rows(hot, sum(sizes))
+        for b in range(batch):
+            assert slots[b, : held[b]].tolist() == sorted(models[b].owner)
         assert hot.counters.tolist() == [[model.found, model.read] for model in models]
         hot.check()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hisparse.ops._cuda import load_kernel
-from hisparse.ops.fetch import triton
+from hisparse.ops.fetch import reference, triton
 from hisparse.ops.fetch.types import AGES, HostRows, HotBuffer
 
 THREADS = 1024
@@ -22,7 +22,17 @@ CLUSTER = 8
 gather_rows = triton.gather_rows
 store_rows = triton.store_rows
 forget_rows = triton.forget_rows
-held_rows = triton.held_rows
+
+
+def _defines(threads: int, budget: int, hot: HotBuffer, per_segment: int) -> dict[str, int]:
+    return {
+        "THREADS": threads,
+        "EACH_ENTRY": -(-budget // threads),
+        "EACH_SLOT": -(-max(hot.sizes) // threads),
+        "AGES": AGES,
+        "VECTORS": hot.buffer.shape[1] // 16,
+        "PER_SEGMENT": per_segment,
+    }
 
 
 def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, early: bool = False) -> Tensor:
@@ -36,14 +46,7 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, e
         result: Tensor = triton.fetch_rows(hot, source, rows, number)
         return result
     threads = max(256, min(THREADS, -(-budget // 64) * 32))
-    defines = {
-        "THREADS": threads,
-        "EACH_ENTRY": -(-budget // threads),
-        "EACH_SLOT": -(-max(hot.sizes) // threads),
-        "AGES": AGES,
-        "VECTORS": source.row_bytes // 16,
-        "PER_SEGMENT": source.per_segment,
-    }
+    defines = _defines(threads, budget, hot, source.per_segment)
     early = early and rows.is_contiguous() and number.is_contiguous()  # a copy would be the kernel ahead
     rows, number = rows.contiguous(), number.contiguous()
     table = torch.empty_like(rows)
@@ -56,3 +59,16 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, e
         overlap=True,
     )
     return table
+
+
+def held_rows(hot: HotBuffer, width: int) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.ops.fetch.held_rows`."""
+    batch = len(hot.sizes)
+    if not batch or not 0 < max(hot.sizes) <= MOST_SLOTS:
+        return reference.held_rows(hot, width)
+    slots = torch.empty(batch, width, dtype=torch.int32, device=hot.owner.device)
+    number = torch.empty(batch, dtype=torch.int32, device=hot.owner.device)
+    defines = _defines(THREADS, 1, hot, 1)
+    kernel = load_kernel("fetch/fetch.cu", "list_held", defines, device=hot.owner.device).prefer_shared()
+    kernel((batch, 1, 1), THREADS, [hot.owner, hot.first, slots, number, width], overlap=True)
+    return slots, number

@@ -1,4 +1,4 @@
-// Rows from the host through the hot buffer. A cluster of programs has a sequence: the first keeps the books, the others bring
+// Rows from the host through the hot buffer: `fetch_rows`, and `list_held` for what is in it. A cluster of programs has a sequence: the first keeps the books, the others bring
 // what is missing.
 //
 // A thread that keeps the books has EACH_ENTRY adjacent entries and EACH_SLOT adjacent slots in registers, so that sums over
@@ -254,4 +254,27 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
   }
   sync_cluster();
   sync_cluster();
+}
+
+// Grid (B). The slots that hold rows, in ascending order: slots int32 [B, width], and their number int32 [B].
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+list_held(const int* owner, const int* first, int* slots, int* number, int width) {
+  __shared__ u32 s_sums[WARPS];
+  const int b = blockIdx.x;
+  start_next();
+  wait_for_previous();
+  const int begin = read(first + b), end = read(first + b + 1);
+  u32 holds[EACH_SLOT], held = 0;
+#pragma unroll
+  for (int j = 0; j < EACH_SLOT; j++) {
+    const int s = begin + (int)threadIdx.x * EACH_SLOT + j;
+    holds[j] = s < end && read(owner + s) >= 0;
+    held += holds[j];
+  }
+  u32 total;
+  u32 place = sum_before(held, s_sums, total);
+#pragma unroll
+  for (int j = 0; j < EACH_SLOT; j++)
+    if (holds[j]) slots[(i64)b * width + place++] = begin + (int)threadIdx.x * EACH_SLOT + j;
+  if (threadIdx.x == 0) number[b] = (int)total;
 }

@@ -26,6 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "raw": RAW,
     "kept": {"evict": "none", "vtq": SIX},
     "host": {"vtq": SIX},
+    "host, one bit for want of room": {"vtq": SIX, "budget": {"capacity": 2.8}},
     "host, one bit, rows of 8": {"vtq": SIX, "selection": {"sketch_bits": 1, "row_size": 8}},
     "device": {"vtq": SIX, "selection": {"rows": "device"}},
     "pages of 8": {"vtq": {**SIX, "page_size": 8}},
@@ -274,6 +275,17 @@ def test_the_target_is_met_where_the_context_allows_it() -> None:
         layout = choose_layout(HiSparseConfig(), heads, dim, torch.bfloat16, context)
         assert layout.capacity(context) >= 9
         assert layout.other.pages * layout.page.tokens >= 0.05 * layout.tokens
+
+
+def test_a_short_context_meets_the_target_with_sketches_of_one_bit() -> None:
+    """Unless two bits were asked for."""
+    for heads, dim in ((3, 64), (2, 64), (8, 128), (4, 128)):
+        layout = choose_layout(HiSparseConfig(), heads, dim, torch.bfloat16, 8192)
+        assert (layout.sketch_bits, layout.capacity(8192) >= 9) == (1, True)
+        asked = choose_layout(HiSparseConfig(selection={"sketch_bits": 2}), heads, dim, torch.bfloat16, 8192)
+        assert (asked.sketch_bits, asked.capacity(8192) >= 9) == (2, False)
+        hopeless = choose_layout(HiSparseConfig(), heads, dim, torch.bfloat16, 1024)
+        assert hopeless.sketch_bits == 2
 
 
 @pytest.mark.parametrize("name", ["host", "device", "raw"])

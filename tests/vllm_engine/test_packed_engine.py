@@ -14,12 +14,11 @@ from engine_tools import MIB, capacity, engine, generate, metric, runtime
 from hisparse.errors import ConfigError, UnsupportedError
 from hisparse.evaluate.needles import NeedleContext, build_contexts, prompt_parts
 
-LONG = 32768
 
-
-def test_the_scheduler_sees_nine_times_the_tokens() -> None:
-    """In the same bytes as the stock engine's bfloat16 cache, for requests of up to 32 768 tokens."""
-    longer = {"max_model_len": LONG, "hf_overrides": {"max_position_embeddings": LONG}, "dtype": "bfloat16"}
+@pytest.mark.parametrize("longest", [8192, 32768])
+def test_the_scheduler_sees_nine_times_the_tokens(longest: int) -> None:
+    """In the same bytes as the stock engine's bfloat16 cache, for requests of up to `longest` tokens."""
+    longer = {"max_model_len": longest, "hf_overrides": {"max_position_embeddings": longest}, "dtype": "bfloat16"}
     memory = 1536 * MIB
     with engine(None, memory, **longer) as llm:
         stock = capacity(llm)

@@ -16,7 +16,7 @@ The same bytes, used as part of a ring, hold `ring_tokens` tokens in the model's
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -173,9 +173,10 @@ def choose_layout(
     """The layout that keeps most tokens within the configuration's byte target at `context` tokens a request.
 
     heads: KV heads on this rank; beside: share of the KV memory that is not blocks. Where no layout meets
-    `budget.capacity` (a short context, whose dense tail weighs too much), the smallest block is taken; compare
-    :meth:`BlockLayout.capacity`. Raises ConfigError for block sizes that cannot be cut into pages and rows, FormatError
-    for head sizes that pages or sketches cannot hold.
+    `budget.capacity` (a short context, whose dense tail weighs too much) and `selection.sketch_bits` was not given,
+    sketches of one bit are tried. Where they do not meet it either, the smallest block of the configuration is taken;
+    compare :meth:`BlockLayout.capacity`. Raises ConfigError for block sizes that cannot be cut into pages and rows,
+    FormatError for head sizes that pages or sketches cannot hold.
     """
     vtq, selection = config.vtq, config.selection
     quantised = vtq.enable_per_block_quant
@@ -183,28 +184,36 @@ def choose_layout(
     def fmt(size: int) -> PageFormat:
         return PageFormat.vtq(vtq, heads, head_dim, size) if quantised else PageFormat.raw(dtype, heads, head_dim, size)
 
-    page = fmt(vtq.page_size)
-    row = fmt(selection.row_size if config.evict == "host" else vtq.page_size)
+    page = fmt(vtq.page_tokens())
+    row = fmt(selection.row_size if config.evict == "host" else vtq.page_tokens())
     head = head_tokens(page.tokens, row.tokens)
     if tokens % math.lcm(page.tokens, row.tokens) or tokens < 2 * head:
         raise ConfigError(
             f"hisparse_block_tokens = {tokens}: a block has to be at least {2 * head} tokens and a multiple of "
             f"vtq.page_size = {page.tokens} and selection.row_size = {row.tokens}; use {DEFAULT_TOKENS}"
         )
-    search = _Search(config, page, row, dtype, tokens, head)
+    search = _Search(config, page, row, dtype, tokens, head, selection.sketch_bits)
     target = config.budget.capacity
     dense = tokens * 4 * heads * head_dim
     if config.evict == "none" or target is None:
         return search.smallest(search.most)
+    best = _best(search, context, target / (1 - beside), dense)
+    if best is None and config.evict == "host" and "sketch_bits" not in selection.model_fields_set:
+        best = _best(replace(search, sketch_bits=1), context, target / (1 - beside), dense)
+    return best or search.smallest(search.least)
+
+
+def _best(search: _Search, context: int, target: float, dense: int) -> BlockLayout | None:
+    """The layout that keeps most tokens at capacity `target`; dense: bfloat16 bytes of a block's tokens."""
     best: BlockLayout | None = None
     for size in range(_up(int(dense / target), ALIGN), int(dense / target / 4), -ALIGN):
         layout = search.largest(size)
         if layout is None:
             continue
         better = best is None or layout.other.pages > best.other.pages
-        if better and layout.capacity(context) * (1 - beside) >= target:
+        if better and layout.capacity(context) >= target:
             best = layout
-    return best or search.smallest(search.least)
+    return best
 
 
 @dataclass(frozen=True)
@@ -215,6 +224,7 @@ class _Search:
     dtype: torch.dtype
     tokens: int
     head: int
+    sketch_bits: int
 
     @property
     def step(self) -> int:
@@ -238,7 +248,7 @@ class _Search:
         """Bytes of a row's record; 0 where there are no rows."""
         if self.config.evict != "host":
             return 0
-        sketch = self.row.tokens * self.row.heads * sketch_bytes(self.row.head_dim, self.config.selection.sketch_bits)
+        sketch = self.row.tokens * self.row.heads * sketch_bytes(self.row.head_dim, self.sketch_bits)
         if self.config.selection.rows == "host":
             return _up(sketch, ALIGN)
         return _up(sketch, ALIGN) + self.row.page_bytes
@@ -272,7 +282,7 @@ class _Search:
                     self.page,
                     self.row,
                     self.dtype,
-                    self.config.selection.sketch_bits,
+                    self.sketch_bits,
                     self.config.selection.rows == "device",
                     size,
                     page_stride,

@@ -135,7 +135,7 @@ class LayerMemory:
         ids = (blocks[:, None] + 1) * layout.rows_per_block - 1 - torch.arange(counts.rows, device=blocks.device)
         ids = ids.flatten()
         keys = _take(k, index).view(-1, layout.row.tokens, layout.heads, layout.head_dim)
-        codes, scales = build_sketch(keys, self.stats, self.config.selection.sketch_bits)
+        codes, scales = build_sketch(keys, self.stats, layout.sketch_bits)
         self.codes[ids], self.scales[ids] = codes.flatten(1), scales.flatten(1)
         pages = self._packed(k, v, index, counts.rows, layout.row.tokens, False)
         at = self.row_ids(ids)
@@ -269,7 +269,7 @@ class LayerMemory:
 
     def _choose(self, q: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None) -> Chosen:
         assert self.stats is not None  # rows exist, so something was packed
-        bits = self.config.selection.sketch_bits
+        bits = self.layout.sketch_bits
         return scan_and_select(q, self.codes, self.scales, table, count, self.stats, self.scaling, bits, budget, wanted)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, step: Step, row: int, past: int, packed: int) -> Tensor:

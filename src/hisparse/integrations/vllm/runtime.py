@@ -121,10 +121,17 @@ class Runtime:
             reached,
             self.context,
         )
+        if self.layout.has_rows and self.layout.sketch_bits != self.config.selection.sketch_bits:
+            logger.info(
+                "HiSparse: sketches of 1 bit: with 2 budget.capacity = %g is out of reach at --max-model-len %d; say "
+                "selection.sketch_bits = 2 to have 2 all the same",
+                target,
+                self.context,
+            )
         if self.config.evict != "none" and target is not None and reached < target:
             logger.warning(
                 "HiSparse: budget.capacity = %g is out of reach at --max-model-len %d (%.2f): the dense tail weighs "
-                "too much. A longer context, selection.sketch_bits = 1 or a shorter tlif.prefix_length reaches more",
+                "too much. A longer context or a shorter tlif.prefix_length reaches more",
                 target,
                 self.context,
                 reached,

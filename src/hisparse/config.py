@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hisparse.errors import ConfigError
 
 BITS = Literal[4, 5, 6]
+CPU_PAGE, GPU_PAGE = 4, 16
+"""Tokens a page where the configuration does not say."""
 
 
 class _Section(BaseModel):
@@ -71,19 +73,29 @@ class BlgsConfig(_Section):
 
 
 class VtqConfig(_Section):
-    """Quantisation: bits a value of K, and of V where it differs, and how a block is split in 6 and 4 bits."""
+    """Quantisation: bits a value of K, and of V where it differs, and how a block is split in 6 and 4 bits.
+
+    page_size: tokens a page; None: what suits the device (see `page_tokens`).
+    """
 
     enable_per_block_quant: bool = True
     default_bit_width: BITS = 5
     value_bit_width: BITS | None = None
     split: Literal["rope", "peaks", "never"] = "rope"
     peak_separation_threshold: float = Field(0.15, gt=0, lt=1)
-    page_size: int = Field(4, ge=1, le=256)
+    page_size: int | None = Field(None, ge=1, le=256)
     channel_group: int = Field(64, ge=8)
 
     @property
     def v_bits(self) -> int:
         return self.default_bit_width if self.value_bit_width is None else self.value_bit_width
+
+    def page_tokens(self, device: str = "cpu") -> int:
+        """Tokens a page on a kind of device ("cpu", "cuda").
+
+        A GPU reads large pages faster, but a page's tokens share their steps and wait in dense slots until it is full.
+        """
+        return (GPU_PAGE if device == "cuda" else CPU_PAGE) if self.page_size is None else self.page_size
 
 
 class SelectionConfig(_Section):
@@ -180,6 +192,11 @@ class HiSparseConfig(_Section):
                 'use evict = "host" or prefill.mode = "full"'
             )
         return self
+
+    def on(self, device: str) -> HiSparseConfig:
+        """The same with nothing left to a kind of device ("cpu", "cuda")."""
+        vtq = self.vtq.model_copy(update={"page_size": self.vtq.page_tokens(device)})
+        return self.model_copy(update={"vtq": vtq})
 
     @classmethod
     def load(cls, path: str | Path) -> HiSparseConfig:

@@ -28,7 +28,7 @@ def filled(most: int = CHUNK - 1, **selection: Any) -> tuple[LayerStore, Sequenc
     )
     geometry = Geometry(1, HEADS, DIM, torch.float32, config)
     store = LayerStore(geometry, PageIds(), PageIds(), None, torch.arange(DIM), CPU)
-    sequence = Sequence(store.page_ids, store.row_ids, config.vtq.page_size, config.selection.row_size, 8, "host")
+    sequence = Sequence(store.page_ids, store.row_ids, config.vtq.page_tokens(), config.selection.row_size, 8, "host")
     make = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(h, PAST + CHUNK, DIM, generator=make) for h in (2 * HEADS, HEADS, HEADS))
     commit = sequence.extend(np.arange(PAST, dtype=np.float32), lambda importance: importance % 5 == 0)

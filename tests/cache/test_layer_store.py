@@ -37,7 +37,7 @@ def store_of(stats: ChannelStats | None, dtype: torch.dtype = torch.float32, **c
 def sequence_of(store: LayerStore) -> Sequence:
     config = store.geometry.config
     return Sequence(
-        store.page_ids, store.row_ids, config.vtq.page_size, config.selection.row_size, config.tlif.prefix_length,
+        store.page_ids, store.row_ids, config.vtq.page_tokens(), config.selection.row_size, config.tlif.prefix_length,
         config.evict,
     )  # fmt: skip
 

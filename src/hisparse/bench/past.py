@@ -36,14 +36,14 @@ class Past:
         capacity: float,
         scattered: bool,
         bits: int = 2,
-        page_size: int = 4,
+        page_size: int | None = None,
     ) -> None:
         shape, device = SHAPES[name], layer.k.device
         config = HiSparseConfig(
             budget=BudgetConfig(capacity=capacity, min_keep=0.0),
             selection={"sketch_bits": bits},
             vtq={"page_size": page_size},
-        )
+        ).on(device.type)
         geometry = Geometry(shape.layers, shape.heads, shape.dim, torch.bfloat16, config, batched=True)
         self.name, self.layer, self.context, self.config = name, layer, context, config
         self.scaling, self.bits = shape.dim**-0.5, bits
@@ -53,7 +53,7 @@ class Past:
         overhead = geometry.slots * geometry.slot_bytes
         self.hot_rows = geometry.hot_rows(context, packed, overhead)
         overhead += self.hot_rows * geometry.hot_row_bytes
-        size = max(config.vtq.page_size, config.selection.row_size)
+        size = max(config.vtq.page_tokens(), config.selection.row_size)
         kept = geometry.keep_limit(context, packed, overhead) // size * size
         if kept < size:
             raise InputError(f"capacity {capacity} leaves no room for kept tokens at {context} tokens; lower it")

@@ -144,14 +144,21 @@ def replay_ms(
 
 
 def run(
-    name: str, context: int, capacity: float, bits: int, device: torch.device, read: float, pinned: float
+    name: str,
+    context: int,
+    capacity: float,
+    bits: int,
+    page_size: int,
+    device: torch.device,
+    read: float,
+    pinned: float,
 ) -> Iterator[dict[str, Any]]:
-    """The whole step, and its parts. read, pinned: bytes a second of the device's and the host's memory. Raises
-    WrongResult."""
+    """The whole step, and its parts. page_size: kept tokens a page; read, pinned: bytes a second of the device's and the
+    host's memory. Raises WrongResult."""
     shape = SHAPES[name]
-    past = Past(name, make_layer(shape, context, device), context, capacity, True, bits)
+    past = Past(name, make_layer(shape, context, device), context, capacity, True, bits, page_size)
     steps = Steps(past)
-    what = f"capacity {capacity:g}, {bits}-bit sketches"
+    what = f"capacity {capacity:g}, {bits}-bit sketches, {page_size} tokens a page"
     error = check(f"recall {name} {context} {what}", max(steps.error(i) for i in range(3)), TOLERANCE)
     dense = dense_decode_ms(past.layer.q[None, :, None], shape.heads, context)
     ms, rose = replay_ms(steps.step, steps.queries, WARM, steps.hot.counters)

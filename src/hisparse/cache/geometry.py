@@ -55,7 +55,7 @@ class Geometry:
     def slots(self) -> int:
         """Dense slots of a sequence: sinks, tail, and tokens waiting for their page or row to fill up."""
         vtq, selection = self.config.vtq, self.config.selection
-        return SINKS + self.config.tlif.prefix_length + vtq.page_size + selection.row_size
+        return SINKS + self.config.tlif.prefix_length + vtq.page_tokens() + selection.row_size
 
     @property
     def slot_bytes(self) -> int:
@@ -64,7 +64,7 @@ class Geometry:
 
     @property
     def kept_format(self) -> PageFormat:
-        return self._format(self.config.vtq.page_size)
+        return self._format(self.config.vtq.page_tokens())
 
     @property
     def row_format(self) -> PageFormat:

@@ -97,6 +97,7 @@ def recall(
         list[float] | None, typer.Option(min=1.0, help="KV capacity: dense bytes / device bytes; may be repeated.")
     ] = None,
     bits: Annotated[list[int] | None, typer.Option(help="Bits of the sketches, 1 or 2; may be repeated.")] = None,
+    page_size: Annotated[list[int] | None, typer.Option(help="Kept tokens a page; may be repeated.")] = None,
     out: Out = None,
     commit: Commit = None,
 ) -> None:
@@ -104,6 +105,7 @@ def recall(
     device = _cuda("recall")
     from hisparse.bench import recall as bench
     from hisparse.bench.measure import pinned_bandwidth, read_bandwidth
+    from hisparse.config import GPU_PAGE
 
     speeds = {"read_bandwidth": read_bandwidth(device), "pinned_bandwidth": pinned_bandwidth(device)}
     rows = (
@@ -112,7 +114,8 @@ def recall(
         for tokens in context or [1 << 17, 1 << 20]
         for width in bits or [2]
         for target in capacity or [9.1]
-        for row in bench.run(name, tokens, target, width, device, *speeds.values())
+        for size in page_size or [GPU_PAGE]
+        for row in bench.run(name, tokens, target, width, size, device, *speeds.values())
     )
     _report(rows, out, commit, speeds)
 

@@ -38,8 +38,8 @@ class Rule:
     split: str
 
     def format(self, config: VtqConfig, heads: int, head_dim: int) -> PageFormat:
-        group = PageFormat.vtq(config, heads, head_dim, config.page_size).group
-        return PageFormat(config.page_size, heads, head_dim, self.k_bits, self.v_bits, group)
+        group = PageFormat.vtq(config, heads, head_dim, config.page_tokens()).group
+        return PageFormat(config.page_tokens(), heads, head_dim, self.k_bits, self.v_bits, group)
 
 
 RULES = (
@@ -144,11 +144,11 @@ def quantisation_report(
     layer's own first 512 tokens are used, as the cache does without a calibration file. Raises InputError where N
     leaves no page.
     """
-    pages = (len(ids) - SINKS - TAIL) // config.page_size
+    pages = (len(ids) - SINKS - TAIL) // config.page_tokens()
     if pages < 1:
         raise InputError(
             f"the text has {len(ids)} tokens; with {SINKS} sinks and a tail of {TAIL} that leaves no page of "
-            f"{config.page_size}: give at least {SINKS + TAIL + config.page_size}"
+            f"{config.page_tokens()}: give at least {SINKS + TAIL + config.page_tokens()}"
         )
     say = progress or (lambda _: None)
     start = len(ids) - TAIL
@@ -176,7 +176,7 @@ def quantisation_report(
         results.append(
             BlockErrors(rule, fmt.bits_per_value, k, v, attention, output, float(split.mean()), seconds, divergence)
         )
-    return Report(layers, len(ids), config.page_size, stats is not None, results)
+    return Report(layers, len(ids), config.page_tokens(), stats is not None, results)
 
 
 def _first_chunk(view: LayerView, order: Tensor) -> ChannelStats:
@@ -188,8 +188,8 @@ def _packed(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """k, v [n, P, H, D] of the pages after packing and unpacking, the bytes, and the seconds that packing took."""
     fmt = rule.format(config, k.shape[1], k.shape[2])
-    here = slice(SINKS, SINKS + pages * config.page_size)
-    shape = (pages, config.page_size, k.shape[1], k.shape[2])
+    here = slice(SINKS, SINKS + pages * config.page_tokens())
+    shape = (pages, config.page_tokens(), k.shape[1], k.shape[2])
     k, v = k[here].reshape(shape).float(), v[here].reshape(shape).float()
     begin = time.perf_counter()
     packed = pack_pages(k, v, stats, fmt, rule.split, config.peak_separation_threshold)  # type: ignore[arg-type]
@@ -245,7 +245,7 @@ def _divergence(
 
     def change(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         new_k, new_v, _, _ = _packed(k, v, stats[layer], rule, config, pages)
-        end = SINKS + pages * config.page_size
+        end = SINKS + pages * config.page_tokens()
         k = torch.cat([k[:SINKS].float(), new_k.reshape(-1, *k.shape[1:]), k[end:].float()])
         v = torch.cat([v[:SINKS].float(), new_v.reshape(-1, *v.shape[1:]), v[end:].float()])
         return k, v

@@ -194,7 +194,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
             raise ConfigError(
                 f"config is a {type(config).__name__}; pass HiSparseConfig(...), or HiSparseConfig.load(path)"
             )
-        self.config = config or HiSparseConfig()
+        self.config = (config or HiSparseConfig()).on(model.device.type)
         text = model.config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
             raise UnsupportedError(

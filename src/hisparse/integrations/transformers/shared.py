@@ -157,7 +157,7 @@ class Shared:
         sequence = Sequence(
             self.page_ids,
             self.row_ids,
-            config.vtq.page_size,
+            config.vtq.page_tokens(),
             config.selection.row_size,
             config.tlif.prefix_length,
             config.evict,

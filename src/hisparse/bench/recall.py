@@ -153,8 +153,8 @@ def run(
     read: float,
     pinned: float,
 ) -> Iterator[dict[str, Any]]:
-    """The whole step, and its parts. page_size: kept tokens a page; read, pinned: bytes a second of the device's and the
-    host's memory. Raises WrongResult."""
+    """The whole step, and its parts. page_size: kept tokens a page; read, pinned: bytes a second of the device's and
+    the host's memory. Raises WrongResult."""
     shape = SHAPES[name]
     past = Past(name, make_layer(shape, context, device), context, capacity, True, bits, page_size)
     steps = Steps(past)

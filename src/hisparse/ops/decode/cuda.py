@@ -235,7 +235,7 @@ def decode_attention(
     bf16 = q.dtype == torch.bfloat16
     kernel = _kernel(fmt, q_heads // heads, bf16, (sizes[0], sizes[1]), page_mass, split == "rope", tune, index)
     pieces, share = _parts(q, dense_k, tune.blocks)
-    n_part = pieces + share
+    n_part = pieces + (share if any(parts) else 0)
     room = _room(q, n_part)
     starts_early = early is not None and len(early) >= room and not page_mass and not copied
     part = early if early is not None and starts_early else q.new_empty(room, dtype=torch.float32)
@@ -267,9 +267,9 @@ def decode_attention(
         (share, batch, 1),
         32 * heads * tune.tiles,
         [
-            q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling), pieces, *widths,
-            q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24, *strides,
-            starts_early, late, tune.ahead if late else 0,
+            q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling), pieces, n_part,
+            *widths, q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24,
+            *strides, starts_early, late, tune.ahead if late else 0,
         ],
         shared=_shared(fmt, q_heads // heads, tune.tiles, tune.stages, sizes),
         overlap=True,

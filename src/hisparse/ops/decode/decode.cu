@@ -212,13 +212,13 @@ __device__ inline void write_part(State& s, float* sums, const float* v_stats, i
     }
 }
 
-// Grid (blocks, B). part float32 [B, HEADS * QUERIES, pieces + blocks, DIM] and part_lse [.., pieces + blocks]: results of
-// pieces of DENSE dense slots, then of blocks, and their log2-sum-exps (-inf: none, and nothing is written to part).
+// Grid (blocks, B). part float32 [B, HEADS * QUERIES, n_part, DIM] and part_lse [.., n_part]: results of pieces of DENSE
+// dense slots, then of blocks where there may be pages, and their log2-sum-exps (-inf: none, and part is not written).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     decode(const u16* q, const u16* dense_k, const u16* dense_v, const int* dense_len, const u8* kept,
            const int* kept_table, const int* kept_count, float* kept_mass, const u8* rows, const int* rows_table,
            const int* rows_count, float* rows_mass, const i64* order, const float* k_mean, const float* k_scale,
-           const float* v_mean, const float* v_scale, float* part, float* part_lse, float scaling, int pieces,
+           const float* v_mean, const float* v_scale, float* part, float* part_lse, float scaling, int pieces, int n_part,
            int kept_width, int rows_width, int q_batch, int q_head, int dense_batch, int dense_head, int dense_token,
            u32 eighth, int kept_stride, int rows_stride, int early, int late, int ahead) {
     extern __shared__ __align__(128) u8 shared[];
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __shared__ u32 counters[STAGES];
     __shared__ int waiting[WAITING][PER_UNIT];
     start_next();  // it waits for the end of this kernel
-    const int warp = threadIdx.x >> 5, batch = blockIdx.y, n_part = pieces + gridDim.x;
+    const int warp = threadIdx.x >> 5, batch = blockIdx.y;
     const Turns turns = {(int)blockIdx.x, (int)gridDim.x, (int)gridDim.x - late, ahead};
     const auto turn_kept = [&](int n) { return turns.kept(n); };
     const auto turn_rows = [&](int n) { return turns.rows(n); };
@@ -265,10 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                          scaling, part + row * DIM, part_lse + row, n_part);
         }
     const i64 row = first_query * n_part + pieces + turns.own;
-    const auto write_nothing = [&]() {
-        if (threadIdx.x < HEADS * QUERIES) part_lse[row + (i64)threadIdx.x * n_part] = __int_as_float(0xFF800000);
-    };
-    if (!kept_table && !rows_table) return write_nothing();
+    if (!kept_table && !rows_table) return;
     normalise(weights, q, q_head, order, k_mean, k_scale, scaling);
     __syncthreads();
     const int head = warp % HEADS, tile = warp / HEADS;
@@ -297,5 +294,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     wait_copies();
     if (some) write_part(s, (float*)shared, weights, head, tile, part + row * DIM, part_lse + row, n_part);
-    else write_nothing();
+    else if (threadIdx.x < HEADS * QUERIES) part_lse[row + (i64)threadIdx.x * n_part] = __int_as_float(0xFF800000);
 }

@@ -42,7 +42,7 @@ INSTRUCTIONS = [  # PTX, its model
     (r"cp\.async\.wait_group", "cp_async_wait"),
     (r"ld\.shared\.(v[24]\.)?u32", "ld_shared"),
     (r"ld\.shared\.u16", "ld_shared_u16"),
-    (r"st\.shared\.u32", "st_shared"),
+    (r"st\.shared\.(v4\.)?[uf]32", "st_shared"),
     (r"atom\.(?:relaxed|acq_rel)\.cta\.shared::cta\.add\.u32", "atom_add_shared"),
     (r"mapa\.shared::cluster\.u32", "mapa"),
     (r"ld\.shared::cluster\.u32", "ld_cluster"),

@@ -232,6 +232,7 @@ static void ld_shared(u32& x, u32& y, u32& z, u32& v, u32 at) {
   x = all.x, y = all.y, z = all.z, v = all.w;
 }
 static void st_shared(u32 at, u32 x) { write_at(at, x, "st.shared"); }
+static void st_shared(u32 at, float x, float y, float z, float w) { write_at(at, float4{x, y, z, w}, "st.shared.v4"); }
 static void atom_add_shared(u32& old, u32 at, u32 x) {
   old = read_at<u32>(at, "atom.shared");
   write_at(at, old + x, "atom.shared");
@@ -264,12 +265,19 @@ static void hear(u32& x, u32& y, u32& z, u32& w, P p) {
 template <class T>
 static void tell(T* p, T x) { *p = x; }
 
+// Behind the size may be how many bytes are brought, the rest being zeros, and a 64-bit policy.
+static u32 brought(int size) { return (u32)size; }
+static u32 brought(int size, u64) { return (u32)size; }
 template <class... Policy>
-static void cp_async(u32 to, const void* from, int size, int valid, Policy...) {
-  if (valid) emu::check_source(from, (unsigned)valid);
+static u32 brought(int, int valid, Policy...) { return (u32)valid; }
+
+template <class... More>
+static void cp_async(u32 to, const void* from, int size, More... more) {
+  const u32 valid = brought(size, more...);
+  if (valid) emu::check_source(from, valid);
   if (valid && (uintptr_t)from % size) emu::fail("an asynchronous copy of %d bytes that is not aligned", size);
   char* p = emu::shared_pointer(to, (unsigned)size, "cp.async");
-  const emu::Copy copy{p, (const char*)from, (unsigned)size, (unsigned)valid, 0};
+  const emu::Copy copy{p, (const char*)from, (unsigned)size, valid, 0};
   if (emu::draw() % 8 == 0) emu::carry_out(copy);  // rarely at once, mostly when it is waited for
   else device.now->open.push_back(copy);
 }

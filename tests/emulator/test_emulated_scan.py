@@ -19,9 +19,8 @@ SMALL = twin.Tuning(warps=3, stages=2)  # too few warps for one kernel
 WHOLE = twin.Tuning(warps=8, stages=1)
 TUNINGS = [
     pytest.param(SMALL, id="four-kernels"),
-    pytest.param(replace(SMALL, bulk=True), id="four-kernels-bulk"),
     pytest.param(WHOLE, id="one-kernel"),
-    pytest.param(replace(WHOLE, stages=2, bulk=True, weights=4), id="one-kernel-bulk"),
+    pytest.param(replace(WHOLE, stages=2, weights=4), id="one-kernel-fewer-heads-a-warp"),
 ]
 
 
@@ -92,7 +91,19 @@ def test_the_same_result_in_any_order(tuning: Any) -> None:
     assert chosen_sets(chosen) == chosen_sets(plain.select_top(results[0][0], case[3], case[4], 70, None))
 
 
-@pytest.mark.parametrize("tuning", TUNINGS[2:])
+def test_roots_that_do_not_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(4, 128, 8, 2, 4, [600, 3, 201], 600)
+    near = twin.scan_rows(*case, 0.05, 2, WHOLE), *twin.scan_and_select(*case, 0.05, 2, 70, None, WHOLE)
+    monkeypatch.setattr(twin, "ALL_SHARED", 44 << 10)
+    plan = twin.plan_heads(4, 128, 2, 8, 4)
+    room = twin.plan_step(plan, WHOLE, 4, 3, 600, 5)
+    assert 0 < room.near < room.tiles // 4
+    far = twin.scan_rows(*case, 0.05, 2, WHOLE), *twin.scan_and_select(*case, 0.05, 2, 70, None, WHOLE)
+    for one, another in zip(near, far, strict=True):
+        assert torch.equal(one, another)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS[1:])
 def test_of_rows_that_are_worth_the_same_the_first_are_chosen(tuning: Any) -> None:
     """More candidates than are compared with each other, sequences that share programs, and one that is empty."""
     q, codes, scales, table, count, stats = make_case(4, 128, 8, 2, 4, [1300, 0, 9, 30], 1300)

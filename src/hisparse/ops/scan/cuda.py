@@ -2,9 +2,9 @@
 
 Two launches: the query's weights (``weigh.cu``); and the sketches, read once, with the choice (``step.cu``). The share
 of attention that falls on a row is known only when all rows have been seen, so roots of the rows' attention are kept, 2
-bytes a row and query head: in shared memory where those of all rows fit into that of all multiprocessors (1M tokens of
-32 query heads). Where they do not, or for more than 32 sequences, there are four launches, and the roots go through the
-L2 cache (``scan.cu``, ``select.cu``).
+bytes a row and query head, in the multiprocessors' shared memory as far as they fit (those of about 1M tokens of 32
+query heads). For more than 32 sequences, and where there is more than shared memory holds the worth of, there are four
+launches, and all roots go through the L2 cache (``scan.cu``, ``select.cu``).
 
 Shapes that the kernels do not take (see :func:`plan_heads`) go to the Triton twin, or to the reference.
 """
@@ -44,8 +44,7 @@ class Tuning:
 
     warps: warps of a program, one program a multiprocessor; stages: tiles of 8 rows that each warp has on their way;
     overlap: kernels start while the one ahead ends; once: sketches are the first to leave the L2 cache. whole: scan and
-    choice in one kernel, where shared memory has room. bulk: the bulk copy engine brings rows. weights: registers of
-    weights that a warp may have, in multiples of six.
+    choice in one kernel. weights: registers of weights that a warp may have, in multiples of six.
     """
 
     warps: int = 12
@@ -53,7 +52,6 @@ class Tuning:
     overlap: bool = True
     once: bool = True
     whole: bool = True
-    bulk: bool = False
     weights: int = 8
 
 
@@ -79,16 +77,10 @@ class Plan:
         """Columns of all heads, those without a query included."""
         return 8 * self.sets * self.blocks
 
-    def stage_bytes(self, row_size: int, bulk: bool = False) -> int:
-        """Shared memory of a tile, as tile.cuh computes it."""
+    def warp_bytes(self, row_size: int, stages: int) -> int:
+        """Shared memory of a warp, as tile.cuh computes it."""
         body, token, marks = self.warp_heads * row_size * 16 * self.words, 16 * self.words, self.warp_heads * row_size
-        return 8 * (body + (128 + token - body % 128) % 128 + (max(marks, 16) if bulk else marks))
-
-    def takes_bulk(self, scales: Tensor) -> bool:
-        """Whether the bulk copy engine can bring a warp's scales, 16 bytes and more at a time."""
-        marks = self.warp_heads * scales.shape[1] // (self.warp_heads * self.blocks)
-        aligned = (scales.data_ptr() | scales.stride(0) | scales.shape[1]) % 16 == 0
-        return aligned and (marks % 16 == 0 or 16 % marks == 0)
+        return stages * 8 * (body + (128 + token - body % 128) % 128 + marks) + 32 * marks
 
 
 @cache
@@ -131,10 +123,10 @@ def _reach(sets: int, blocks: int) -> int:
     return 8 if sets * blocks <= 4 else 4
 
 
-def _fit(tune: Tuning, stage: int) -> Tuning:
+def _fit(tune: Tuning, plan: Plan, row_size: int) -> Tuning:
     """Fewer stages, then fewer warps, until the tiles fit into shared memory."""
     warps, stages = tune.warps, tune.stages
-    while warps * stages * stage > SHARED:
+    while warps * plan.warp_bytes(row_size, stages) > SHARED:
         if stages > 2:
             stages -= 1
         else:
@@ -144,32 +136,28 @@ def _fit(tune: Tuning, stage: int) -> Tuning:
 
 @dataclass(frozen=True)
 class Room:
-    """What the kernel that does all needs: warps and stages that fit, tiles of a program, bytes of shared memory."""
+    """What the kernel that does all needs: warps and tiles of a program, those of the tiles that have their roots in
+    shared memory, and bytes of shared memory."""
 
     warps: int
-    stages: int
     tiles: int
+    near: int
     shared: int
 
 
-def plan_step(
-    plan: Plan, tune: Tuning, row_size: int, bulk: bool, batch: int, width: int, programs: int
-) -> Room | None:
+def plan_step(plan: Plan, tune: Tuning, row_size: int, batch: int, width: int, programs: int) -> Room | None:
     """How `programs` hold the roots of `batch` sequences of up to `width` rows; None where they cannot."""
     warps = tune.warps // plan.blocks * plan.blocks
-    quads = plan.columns_of_all // 4
-    if not tune.whole or batch > MOST or warps < 8 or quads > 32 * warps:
-        return None
+    quads, tile = plan.columns_of_all // 4, 16 * plan.columns_of_all
     tiles = -(-batch * -(-width // 8) // programs)
+    if not tune.whole or batch > MOST or warps < 8 or quads > 32 * warps or tiles >= 4096:
+        return None
     parts = max(warps, 32 * warps // quads)
     tail = 4 * ((parts + 1) * plan.columns_of_all + BINS + 2 * FEW + 296) + 64
-    for stages in range(tune.stages, 0, -1):
-        ring = warps * stages * plan.stage_bytes(row_size, bulk)
-        shared = tiles * 16 * plan.columns_of_all + max(ring, tiles * 32 + tail)
-        fixed = warps * (8 * stages + 32 * plan.sets) + MOST * 64 + 256
-        if shared + fixed <= ALL_SHARED:
-            return Room(warps, stages, tiles, shared)
-    return None
+    behind = max(plan.warp_bytes(row_size, tune.stages) * warps, 32 * tiles + tail)
+    fixed = (32 * warps + 96 * plan.blocks) * plan.sets + 64 * MOST + 256
+    room = min(tiles, (ALL_SHARED - behind - fixed) // tile)
+    return Room(warps, tiles, room, room * tile + behind) if room >= 0 else None
 
 
 def state_words(plan: Plan, batch: int, programs: int) -> int:
@@ -233,13 +221,12 @@ class _Scan:
         self.batch, self.width = table.shape
         row_size = scales.shape[1] // stats.heads
         self.macros = _sketch_macros(plan, q, stats, bits, row_size)
-        self.bulk = tune.bulk and plan.takes_bulk(scales)
         # The programs that weigh keep their multiprocessors for themselves while the first rows are on their way.
         processors, weighing = multiprocessors(q.device.index or 0), self.batch * stats.heads
         self.free = processors - weighing if tune.overlap and weighing <= processors // 8 else processors
         programs = min(self.free, self.batch * -(-self.width // 8))
-        self.room = plan_step(plan, tune, row_size, self.bulk, self.batch, self.width, programs)
-        self.stage = plan.stage_bytes(row_size, self.bulk)
+        self.room = plan_step(plan, tune, row_size, self.batch, self.width, programs)
+        self.row_size = row_size
 
     def _empty(self, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         x: Tensor = torch.empty(*size, dtype=dtype, device=self.q.device)
@@ -264,12 +251,12 @@ class _Scan:
         return [weights, middle, top], tiles
 
     def _tile_macros(self, warps: int, stages: int) -> dict[str, int]:
-        return {**self.macros, "WARPS": warps, "STAGES": stages, "ONCE": int(self.tune.once), "BULK": int(self.bulk)}
+        return {**self.macros, "WARPS": warps, "STAGES": stages, "ONCE": int(self.tune.once)}
 
     def worth(self, histogram: Tensor | None = None, base: int = 0) -> Tensor:
         """Worth float32 [B, max_rows]; `histogram` int32 [B, BINS], where given, gets the rows of each bin."""
         plan, batch, width = self.plan, self.batch, self.width
-        tune = _fit(self.tune, self.stage)
+        tune = _fit(self.tune, plan, self.row_size)
         programs = min(self.free, batch * plan.blocks * -(-width // 8))
         weights, tiles = self._weigh(histogram)
         roots = self._empty(plan.blocks, batch, width, 4, plan.sets)
@@ -281,7 +268,7 @@ class _Scan:
             (programs, 1, 1),
             32 * tune.warps,
             [*weights, self.codes, self.scales, self.table, self.count, roots, part, batch, width, *self.strides],
-            tune.warps * tune.stages * self.stage,
+            tune.warps * plan.warp_bytes(self.row_size, tune.stages),
             tune.overlap,
         )
         kernel = _select_kernel("sum_rows", plan.sets, plan.blocks, self.q.device)
@@ -300,19 +287,25 @@ class _Scan:
         programs = min(self.free, batch * -(-width // 8))
         state = self._empty(state_words(plan, batch, programs))
         weights, _ = self._weigh(state)
+        far = self._empty(programs * (room.tiles - room.near), 4 * plan.columns_of_all)
         worth = rows = chosen = key = place = None
         if choose:
             rows, chosen = self._empty(batch, budget), self._empty(batch)
             key, place = self._empty(2, batch, width).unbind()
         else:
             worth = self._empty(batch, width, dtype=torch.float32)
-        macros = {**self._tile_macros(room.warps, room.stages), "BINS": BINS, "SHIFT": SHIFT, "CHOOSE": int(choose)}
+        macros = {
+            **self._tile_macros(room.warps, self.tune.stages),
+            "BINS": BINS,
+            "SHIFT": SHIFT,
+            "CHOOSE": int(choose),
+        }
         kernel = load_kernel("scan/step.cu", "scan_and_choose", macros, device=self.q.device).prefer_shared()
         kernel(
             (programs, 1, 1),
             32 * room.warps,
-            [*weights, self.codes, self.scales, self.table, self.count, state, worth, limits, rows, chosen, key, place,
-             batch, width, *self.strides, room.tiles, budget, base],
+            [*weights, self.codes, self.scales, self.table, self.count, state, far, worth, limits, rows, chosen, key,
+             place, batch, width, *self.strides, room.tiles, room.near, budget, base],
             room.shared,
             self.tune.overlap,
             together=True,

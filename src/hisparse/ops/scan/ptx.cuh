@@ -1,6 +1,6 @@
 // What CUDA C++ has no words for: matrix products, copies in the background, clusters. Includes nothing.
 //
-// Macros: ONCE (1: what copy16 and copy_bulk_once bring leaves the L2 cache first).
+// Macros: ONCE (1: what copy16 brings leaves the L2 cache first).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -58,55 +58,17 @@ __device__ __forceinline__ u64 read_once() {
   return policy;
 }
 
-// `size` bytes of 16 from global to shared memory, the rest zeros.
-__device__ __forceinline__ void copy16(u32 to, const void* from, int size, u64 policy) {
+// 16 or 4 bytes from global to shared memory.
+__device__ __forceinline__ void copy16(u32 to, const void* from, u64 policy) {
 #if ONCE
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(size),
-               "l"(policy)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
 #else
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #endif
 }
 
-__device__ __forceinline__ void copy4(u32 to, const void* from, int size) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
-}
-
-// Barriers for the bulk copy engine: a warp sets up its own, for one arrival, and shows them to the engine.
-__device__ __forceinline__ void set_up_barrier(u32 barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(1) : "memory");
-}
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, int size) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(size) : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n .reg .pred done;\n again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra again_%=;\n}" ::"r"(
-          barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// `size` bytes, a multiple of 16, from global to shared memory by the bulk copy engine; what is read once leaves the L2
-// cache first.
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, int size, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(size), "r"(barrier)
-               : "memory");
-}
-__device__ __forceinline__ void copy_bulk_once(u32 to, const void* from, int size, u32 barrier, u64 policy) {
-#if ONCE
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                   to),
-               "l"(from), "r"(size), "r"(barrier), "l"(policy)
-               : "memory");
-#else
-  copy_bulk(to, from, size, barrier);
-#endif
+__device__ __forceinline__ void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -126,6 +88,18 @@ __device__ __forceinline__ void read_shared(u32 (&w)[N], u32 at) {
   } else {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(at));
   }
+}
+
+template <int N>
+__device__ __forceinline__ void read_shared(float (&x)[N], u32 at) {
+  u32 w[N];
+  read_shared(w, at);
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = __uint_as_float(w[i]);
+}
+
+__device__ __forceinline__ void write_shared(u32 at, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
 // For programs of a cluster: a barrier, which also shows each the others' writes; and reading and writing another's

@@ -1,7 +1,8 @@
 // The scan and the choice of a decode step in one kernel: see tile.cuh for the scan and choice.cuh for the choice.
 //
 // Every program is on its multiprocessor from the beginning to the end. It scores its share of the rows and keeps the roots
-// of their attention in shared memory; what takes all rows, the programs tell each other through global memory:
+// of their attention in shared memory, those that do not fit in global memory; what takes all rows, the programs tell each
+// other through global memory:
 //   1. the sums of their rows' attention: then each knows all attention, and so its rows' worth;
 //   2. how many rows each bin has, at a barrier: then each knows the bin at which the budget runs out;
 //   3. how many rows each takes, and how many candidates it has: then each knows where its own go;
@@ -22,6 +23,7 @@ constexpr int TURNS = WARPS / BLOCKS;              // warps that share the tiles
 constexpr int QUADS = COLUMNS / 4;                 // sums that are told four at a time
 constexpr int MOST = 32;                           // sequences
 constexpr int EACH = BINS / 256;                   // bins of a thread
+constexpr int ROOTS = BLOCKS * 32 * SETS;          // words of a tile's roots
 constexpr u32 TOLD = 0x80000000;
 static_assert(WARPS % BLOCKS == 0 && THREADS >= 256 && QUADS <= THREADS, "see plan_step in cuda.py");
 
@@ -29,7 +31,8 @@ static_assert(WARPS % BLOCKS == 0 && THREADS >= 256 && QUADS <= THREADS, "see pl
 struct Piece {
   int b, first, end, at, rows;  // rows: of the sequence
   int begin, last;              // first and last program that has tiles of it
-  int wanted, sure, left, takes, candidates, least, next, shared_from, common;
+  // wanted, sure, left: see Cut; earlier: candidates of earlier programs.
+  int wanted, sure, left, earlier, candidates, least, next, shared_from, common;
 };
 
 // What a program needs when its rows have been read; where the stages were.
@@ -58,6 +61,14 @@ struct State {
     done = (int*)p, p += batch;
     arrived = (int*)p;
   }
+};
+
+// Where the roots of the program's tiles are.
+struct Roots {
+  u32 *near, *far;
+  int room;
+
+  __device__ __forceinline__ u32* at(int tile) const { return (tile < room ? near : far) + (i64)tile * ROOTS; }
 };
 
 // ---- worth -------------------------------------------------------------------------------------------------------
@@ -107,7 +118,7 @@ __device__ __forceinline__ void hear_totals(const State& state, const Piece& pie
 
 // Four lanes a row, four tiles at a time; lane t of a row keeps the sum of tile t. Leaves the rows' worth in s_worth, and
 // in `to` where that is given; counts their bins.
-__device__ __forceinline__ void sum_rows(const u32* roots, float* s_worth, float* to, const Piece& piece, Tail& s, int base) {
+__device__ __forceinline__ void sum_rows(const Roots& roots, float* s_worth, float* to, const Piece& piece, Tail& s, int base) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   float factor[BLOCKS][SETS][2];
 #pragma unroll
@@ -123,11 +134,11 @@ __device__ __forceinline__ void sum_rows(const u32* roots, float* s_worth, float
     float mine = 0.f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = piece.at + min(tile + i, n - 1);
+      const u32* tile_roots = roots.at(piece.at + min(tile + i, n - 1));
       float sum = 0.f;
 #pragma unroll
       for (int k = 0; k < BLOCKS; ++k) {
-        const u32* from = roots + (((at * BLOCKS + k) * 8 + g) * 4 + t) * SETS;
+        const u32* from = tile_roots + (k * 32 + lane) * SETS;
         u32 x[SETS];
         if constexpr (SETS % 4 == 0) {
 #pragma unroll
@@ -167,9 +178,17 @@ __device__ __forceinline__ void each_row(const float* s_worth, const Piece& piec
   for (int i = threadIdx.x; i < n; i += THREADS) take(first + i, key_of(s_worth[piece.at * 8 + i]));
 }
 
-// The bin at which the budget runs out, and what the program has above it and in it; tells the others the numbers.
-__device__ __forceinline__ void count_own(const State& state, const float* s_worth, Piece& piece, const int* limits, int budget,
-                                          int base, Tail& s) {
+// What the thread has of a piece: rows that are taken times 2^16, and candidates. A program has fewer than 2^15 rows.
+__device__ __forceinline__ int count_own(const float* s_worth, const Piece& piece, int least, int next) {
+  int own = 0;
+  each_row(s_worth, piece, [&](int, int key) { own += key >= next ? 1 << 16 : key >= least; });
+  return own;
+}
+
+// The bin at which the budget runs out; and what the program has above it and in it, which it tells the others. Leaves what
+// the threads before this one have.
+__device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits, int budget,
+                                        int base, Tail& s) {
   const int tid = threadIdx.x;
   int bins[EACH] = {};
   if (tid < 256) {
@@ -182,35 +201,23 @@ __device__ __forceinline__ void count_own(const State& state, const float* s_wor
   }
   const int wanted = min(max(limits ? min(limits[piece.b], budget) : budget, 0), piece.rows);
   const Cut cut = find_cut<THREADS>(bins, wanted, s.desk);
-  const int least = cut.least(base), next = cut.next(base);
-  int takes = 0, candidates = 0;
-  each_row(s_worth, piece, [&](int, int key) { takes += key >= next, candidates += key >= least && key < next; });
-  takes = __reduce_add_sync(~0u, takes), candidates = __reduce_add_sync(~0u, candidates);
-  if (tid == 0) s.desk.count[0] = s.desk.count[1] = 0;
-  __syncthreads();
-  if ((tid & 31) == 0) atomicAdd(s.desk.count, takes), atomicAdd(s.desk.count + 1, candidates);
-  __syncthreads();
-  if (tid == 0) {
-    takes = s.desk.count[0], candidates = s.desk.count[1];
+  const int least = cut.least(base), next = cut.next(base), own = count_own(s_worth, piece, least, next);
+  const int before = sum_before<THREADS>(own, s.desk.scratch);
+  if (tid == THREADS - 1) {
+    const int takes = before + own >> 16, candidates = before + own & 0xFFFF;
     tell(state.found + blockIdx.x + piece.b, (u64)((u32)candidates | TOLD) << 32 | ((u32)takes | TOLD));
-    piece.wanted = wanted, piece.sure = cut.sure, piece.left = cut.left, piece.takes = takes, piece.candidates = candidates;
+    piece.wanted = wanted, piece.sure = cut.sure, piece.left = cut.left, piece.candidates = candidates;
     piece.least = least, piece.next = next, piece.shared_from = cut.shared_from(), piece.common = cut.common(base);
   }
   __syncthreads();
+  return before;
 }
 
-// Puts the rows that are taken in their places, behind those of earlier programs, and shows the candidates. Leaves the number
-// of earlier programs' candidates.
-__device__ __forceinline__ int place_own(const State& state, const float* s_worth, const Piece& piece, const int* table, int* rows,
-                                         int* key, int* place, Tail& s) {
-  const int tid = threadIdx.x;
-  int takes = 0, candidates = 0;
-  each_row(s_worth, piece, [&](int, int x) { takes += x >= piece.next, candidates += x >= piece.least && x < piece.next; });
-  // Two numbers in one, of which the lower does not reach the upper: a program has fewer than 2^15 rows.
-  const int before = sum_before<THREADS>(takes << 16 | candidates, s.desk.scratch);
-  int to = before >> 16, to_left = before & 0xFFFF;
-  if (tid == 0) s.desk.count[0] = s.desk.count[1] = 0;
-  __syncthreads();
+// Puts the rows that are taken in their places, behind those of earlier programs, and shows the candidates. before: see
+// tell_own. Leaves the number of earlier programs' candidates.
+__device__ __forceinline__ int place_own(const State& state, const float* s_worth, const Piece& piece, int before, const int* table,
+                                         int* rows, int* key, int* place, Tail& s) {
+  const int tid = threadIdx.x, lane = tid & 31;
   int earlier = 0, earlier_left = 0;
   for (int p = piece.begin + tid; p < (int)blockIdx.x; p += THREADS) {
     u64 x;
@@ -220,10 +227,11 @@ __device__ __forceinline__ int place_own(const State& state, const float* s_wort
   }
   __syncwarp();
   earlier = __reduce_add_sync(~0u, earlier), earlier_left = __reduce_add_sync(~0u, earlier_left);
-  if ((tid & 31) == 0 && earlier | earlier_left) atomicAdd(s.desk.count, earlier), atomicAdd(s.desk.count + 1, earlier_left);
+  if (lane == 0) s.desk.count[tid >> 5] = earlier, s.desk.count[32 + (tid >> 5)] = earlier_left;
   __syncthreads();
-  earlier_left = s.desk.count[1];
-  to += s.desk.count[0], to_left += earlier_left;
+  earlier = __reduce_add_sync(~0u, lane < WARPS ? s.desk.count[lane] : 0);
+  earlier_left = __reduce_add_sync(~0u, lane < WARPS ? s.desk.count[32 + lane] : 0);
+  int to = earlier + (before >> 16), to_left = earlier_left + (before & 0xFFFF);
   const bool few = piece.left <= FEW;
   each_row(s_worth, piece, [&](int row, int x) {
     if (x >= piece.next) {
@@ -263,16 +271,17 @@ __device__ __forceinline__ void rank_own(const State& state, const Piece& piece,
 
 // ---- the step ----------------------------------------------------------------------------------------------------
 
-// Grid: at most as many programs as there are multiprocessors, all there at once; WARPS warps; in shared memory the roots
-// of `room` tiles, and behind them the stages, where later are the worth of the rows and a Tail. At most MOST sequences.
+// Grid: at most as many programs as there are multiprocessors, all there at once; WARPS warps. Of the up to `tiles` tiles of
+// a program, `room` have their roots in shared memory, and the others in far u32 [grid, tiles - room, ROOTS]. Behind those in
+// shared memory lie the stages, where later are the worth of the rows and a Tail. At most MOST sequences.
 // state: see State. worth float32 [B, max_rows] or null: -inf beyond the count. Where CHOOSE: rows int32 [B, budget], chosen
 // int32 [B]; limits int32 [B] or null; key, place int32 [B, max_rows]: room for candidates where there are many.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 scan_and_choose(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
-                const int* count, u32* words, float* worth, const int* limits, int* rows, int* chosen, int* key, int* place,
-                int batch, int max_rows, int code_stride, int scale_stride, int room, int budget, int base) {
+                const int* count, u32* words, u32* far, float* worth, const int* limits, int* rows, int* chosen, int* key, int* place,
+                int batch, int max_rows, int code_stride, int scale_stride, int tiles, int room, int budget, int base) {
   extern __shared__ __align__(16) u8 memory[];
-  __shared__ u64 s_barriers[WARPS * STAGES];
+  __shared__ Base s_base[BLOCKS];
   __shared__ float s_total[WARPS][PC];
   __shared__ Piece s_piece[MOST];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -280,34 +289,37 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
   const Lengths lengths = read_lengths(count, batch, max_rows, lane);
   const int all = lengths.all, programs = min((int)gridDim.x, all);
   const State state(words, batch);
-  u32* roots = (u32*)memory;
-  float* s_worth = (float*)(memory + room * (BLOCKS * 128 * SETS));
-  Tail& tail = *(Tail*)((u8*)s_worth + room * 32);
+  const Roots roots = {(u32*)memory, far + ((i64)blockIdx.x * (tiles - room) - room) * ROOTS, room};
+  float* s_worth = (float*)(memory + room * (4 * ROOTS));
+  Tail& tail = *(Tail*)((u8*)s_worth + tiles * 32);
   Ring ring;
-  ring.set_up(s_worth, s_barriers, warp, lane);
+  ring.set_up(s_worth, warp);
 
   // 1. The roots.
   int at = share_start(blockIdx.x, programs, all), pieces = 0;
   const int start = at, stop = share_start(blockIdx.x + 1, programs, all);
   while ((int)blockIdx.x < programs && at < stop) {
     const Place found = find_place(lengths, count, batch, max_rows, at, lane);
-    const int b = found.b, n_rows = found.rows, tiles = (n_rows + 7) / 8, block = warp % BLOCKS;
-    const int first = at - found.before, end = min(stop - found.before, tiles);
+    const int b = found.b, n_rows = found.rows, all_of_b = (n_rows + 7) / 8, block = warp % BLOCKS;
+    const int first = at - found.before, end = min(stop - found.before, all_of_b);
     if (tid == 0) {
       s_piece[pieces] = {b, first, end, at - start, n_rows, share_of(found.before, programs, all),
-                         share_of(found.before + tiles - 1, programs, all)};
+                         share_of(found.before + all_of_b - 1, programs, all)};
     }
-    const Sketches from = {codes + block * BODY, scales + block * MARKS, code_stride, scale_stride};
-    u32* to = roots + ((at - start - first) * BLOCKS + block) * (32 * SETS) + lane * SETS;
+    const Sketches from = {codes + block * BODY, scales + block * MARKS, (u32)code_stride, (u32)scale_stride};
+    const int own = at - start - first;
     Weights weights;
     float total[SETS][2] = {};
     score_tiles(
-        ring, from, block, table + (i64)b * max_rows, n_rows, first + warp / BLOCKS, end, TURNS, weights, total, lane,
+        ring, from, table + (i64)b * max_rows, n_rows, first + warp / BLOCKS, end, TURNS, weights, total, lane,
         [&] {
           wait_for_previous();  // sketches, tables and counts are older; the weights are not
-          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, lane);
+          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base[block], lane);
         },
-        [&](int tile, int, const u32(&result)[SETS]) { write_words(to + tile * (BLOCKS * 32 * SETS), result); });
+        [&](int tile, int, const u32(&result)[SETS]) {
+          if (own + tile < room) write_words(roots.near + (own + tile) * ROOTS + (block * 32 + lane) * SETS, result);
+          else write_words(roots.at(own + tile) + (block * 32 + lane) * SETS, result);
+        });
     add_rows(total, s_total[warp], lane);
     __syncthreads();
     for (int c = tid; c < COLUMNS; c += THREADS) {
@@ -352,14 +364,17 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
   // 3. The choice.
   arrive(state.arrived);
   wait_for_programs(state.arrived, programs);
+  int before = 0;
 #pragma unroll 1
-  for (int i = 0; i < pieces; ++i) count_own(state, s_worth, s_piece[i], limits, budget, base, tail);
+  for (int i = 0; i < pieces; ++i) before = tell_own(state, s_worth, s_piece[i], limits, budget, base, tail);
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i) {
-    const Piece& piece = s_piece[i];
+    Piece& piece = s_piece[i];
     const i64 row = (i64)piece.b * max_rows;
-    const int first = place_own(state, s_worth, piece, table + row, rows + (i64)piece.b * budget, key + row, place + row, tail);
-    if (tid == 0) s_piece[i].begin = piece.begin == (int)blockIdx.x ? -1 : piece.begin, s_piece[i].takes = first;
+    if (pieces > 1) before = sum_before<THREADS>(count_own(s_worth, piece, piece.least, piece.next), tail.desk.scratch);
+    const int first =
+        place_own(state, s_worth, piece, before, table + row, rows + (i64)piece.b * budget, key + row, place + row, tail);
+    if (tid == 0) piece.earlier = first;
   }
   __syncthreads();
 #pragma unroll 1
@@ -367,8 +382,8 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
     const Piece& piece = s_piece[i];
     int* to = rows + (i64)piece.b * budget;
     const int* own_table = table + (i64)piece.b * max_rows;
-    if (piece.left <= FEW) rank_own(state, piece, piece.takes, own_table, to, tail);
-    if (piece.begin >= 0) continue;
+    if (piece.left <= FEW) rank_own(state, piece, piece.earlier, own_table, to, tail);
+    if (piece.begin != (int)blockIdx.x) continue;
     // The first of a sequence's programs does what is left.
     if (tid == 0) chosen[piece.b] = piece.wanted;
     for (int j = piece.wanted + tid; j < budget; j += THREADS) to[j] = 0;

@@ -1,13 +1,13 @@
 // A tile: 8 rows' sketches on their way into shared memory, and what they are worth. See sketch.cuh.
 //
 // Macros: those of sketch.cuh, WARPS, STAGES (tiles that a warp has on their way), ONCE (1: sketches leave the L2 cache
-// first), BULK (1: the bulk copy engine brings a row's bytes at once; 0: lanes bring 16 bytes each).
+// first).
 
 constexpr int BODY = HB * ROW * TOKEN;             // bytes of a row that a warp reads
 constexpr int STRIDE = BODY + (128 + TOKEN - BODY % 128) % 128;  // rows apart in shared memory: no bank conflicts
 constexpr int MARKS = HB * ROW;                    // scales of a row that a warp reads
-constexpr int COVER = BULK && MARKS < 16 ? 16 : MARKS;  // and the bytes brought for them: a bulk copy has 16 or more
-constexpr int STAGE = 8 * (STRIDE + COVER);
+constexpr int STAGE = 8 * (STRIDE + MARKS);
+constexpr int WARP_BYTES = STAGES * STAGE + 32 * MARKS;  // shared memory of a warp
 constexpr float CAP = 1.2676506e30f;               // 2^100: more than any sum of attention needs
 
 // ---- which tiles -------------------------------------------------------------------------------------------------
@@ -72,126 +72,78 @@ __device__ __forceinline__ Place find_place(Lengths x, const int* count, int bat
 
 struct Sketches {
   const u8 *codes, *scales;  // of the warp's heads
-  int code_stride, scale_stride;
+  u32 code_stride, scale_stride;
 };
 
-#if BULK
-
-// A lane below 8 has the row of its number; -1 where there is none.
-struct Ids {
-  int row;
-};
-
-__device__ __forceinline__ Ids read_ids(const int* table, int tile, int n_rows, int lane) {
-  const int row = tile * 8 + lane;
-  return {lane < 8 && row < n_rows ? table[row] : -1};
+// Row g = lane / 4 of a tile; beyond the last row of the sequence the last one again, of which nothing is used.
+__device__ __forceinline__ int read_id(const int* table, int tile, int n_rows, int lane) {
+  return table[min(tile * 8 + (lane >> 2), n_rows - 1)];
 }
 
-// A warp's stages, a barrier each.
-struct Ring {
-  u32 own, barriers, turns;  // bit i of `turns`: the parity that stage i is waited for with
-  u64 policy;
-
-  __device__ __forceinline__ void set_up(void* ring, u64* s_barriers, int warp, int lane) {
-    own = shared_address(ring) + warp * (STAGES * STAGE), barriers = shared_address(s_barriers) + warp * (STAGES * 8);
-    turns = 0, policy = read_once();
-    if (lane < STAGES) set_up_barrier(barriers + 8 * lane);
-    publish_barriers();
-    __syncwarp();
-  }
-
-  // Requests 8 rows' bytes. What a row that is not there leaves is nonsense: what is made of it is not used.
-  __device__ __forceinline__ void request(int s, Ids ids, const Sketches& from, int block, int lane) const {
-    const u32 to = own + s * STAGE, barrier = barriers + 8 * s;
-    const int n = __popc(__ballot_sync(~0u, ids.row >= 0));
-    if (lane == 0) expect_bytes(barrier, n * (BODY + COVER));
-    if (ids.row >= 0) {
-      copy_bulk_once(to + lane * STRIDE, from.codes + (i64)ids.row * from.code_stride, BODY, barrier, policy);
-      copy_bulk(to + 8 * STRIDE + lane * COVER, from.scales + (i64)ids.row * from.scale_stride - block * MARKS % COVER, COVER,
-                barrier);
-    }
-  }
-
-  __device__ __forceinline__ void commit() const {}
-
-  __device__ __forceinline__ void wait(int s) {
-    wait_barrier(barriers + 8 * s, turns >> s & 1);
-    turns ^= 1u << s;
-  }
-
-  __device__ __forceinline__ void drain() const {}
-};
-
-#else
-
-// Rows lane / 8 and 4 + lane / 8 of a tile; -1 where there is none.
-struct Ids {
-  int low, high;
-};
-
-__device__ __forceinline__ Ids read_ids(const int* table, int tile, int n_rows, int lane) {
-  const int row = tile * 8 + (lane >> 3);
-  Ids ids;
-  ids.low = row < n_rows ? table[row] : -1;
-  ids.high = row + 4 < n_rows ? table[row + 4] : -1;
-  return ids;
-}
-
-// A warp's stages; their copies arrive in the order in which they were requested.
+// A warp's shared memory: its stages, and the decoded scales of a tile.
 struct Ring {
   u32 own;
   u64 policy;
 
-  __device__ __forceinline__ void set_up(void* ring, u64*, int warp, int) {
-    own = shared_address(ring) + warp * (STAGES * STAGE), policy = read_once();
-  }
+  __device__ __forceinline__ void set_up(void* ring, int warp) { own = shared_address(ring) + warp * WARP_BYTES, policy = read_once(); }
 
-  // Requests 8 rows' bytes; of rows that are not there, zeros.
-  __device__ __forceinline__ void request(int s, Ids ids, const Sketches& from, int, int lane) const {
+  // Requests 8 rows' bytes, if the warp has these rows: four rows' codes at a time, eight lanes a row, and all scales, four
+  // lanes a row.
+  __device__ __forceinline__ void request(bool are_there, int s, int id, const Sketches& from, int lane) const {
     constexpr int PIECES = BODY / 16;
     const u32 stage = own + s * STAGE;
-    const int piece = lane & 7;
+    const int piece = lane & 7, t = lane & 3;
+    const int ids[2] = {__shfl_sync(~0u, id, lane >> 3 << 2), __shfl_sync(~0u, id, 16 + (lane >> 3 << 2))};
+    if (!are_there) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int id = half ? ids.high : ids.low;
-      const bool there = id >= 0;
-      const i64 row = there ? id : 0;
       const int at = 4 * half + (lane >> 3);
-      const u8* code = from.codes + row * from.code_stride + piece * 16;
+      const u8* code = from.codes + (u64)(u32)ids[half] * from.code_stride + piece * 16;
       const u32 to = stage + at * STRIDE + piece * 16;
 #pragma unroll
       for (int p = 0; p < PIECES; p += 8)
-        if (PIECES % 8 == 0 || p + piece < PIECES) copy16(to + p * 16, code + p * 16, there ? 16 : 0, policy);
-      const u8* mark = from.scales + row * from.scale_stride + piece * 4;
-      const u32 mark_to = stage + 8 * STRIDE + at * MARKS + piece * 4;
-#pragma unroll
-      for (int p = 0; p < MARKS / 4; p += 8)
-        if (p + piece < MARKS / 4) copy4(mark_to + p * 4, mark + p * 4, there ? 4 : 0);
+        if (PIECES % 8 == 0 || p + piece < PIECES) copy16(to + p * 16, code + p * 16, policy);
     }
+    const u8* mark = from.scales + (u64)(u32)id * from.scale_stride + t * 4;
+    const u32 to = stage + 8 * STRIDE + (lane >> 2) * MARKS + t * 4;
+#pragma unroll
+    for (int p = 0; p < MARKS / 4; p += 4)
+      if (MARKS % 16 == 0 || p + t < MARKS / 4) copy4(to + p * 4, mark + p * 4);
   }
 
-  __device__ __forceinline__ void commit() const { commit_copies(); }
-
-  __device__ __forceinline__ void wait(int) const {
-    wait_copies<STAGES - 1>();
+  // Decodes the scales of a tile that has arrived; a lane has four of them at a time.
+  __device__ __forceinline__ void decode_scales(int s, int lane) const {
+    const u32 marks = own + s * STAGE + 8 * STRIDE, to = own + STAGES * STAGE;
+#pragma unroll
+    for (int i = 0; i < 2 * MARKS; i += 32)
+      if (2 * MARKS % 32 == 0 || i + lane < 2 * MARKS) {
+        u32 mark[1];
+        read_shared(mark, marks + 4 * (i + lane));
+        write_shared(to + 16 * (i + lane), decode_scale(mark[0], 0), decode_scale(mark[0], 1), decode_scale(mark[0], 2),
+                     decode_scale(mark[0], 3));
+      }
     __syncwarp();
   }
-
-  __device__ __forceinline__ void drain() const { wait_copies<0>(); }
 };
-
-#endif
 
 // ---- what a tile is worth ----------------------------------------------------------------------------------------
 
-// The weights of a warp's heads, what their accumulators start from, and minus what attention is summed relative to.
+// What the accumulators of a set of columns start from, for the rows g and g + 8 of an operand, and minus what attention is
+// summed relative to: of the lanes of a quad.
+struct Base {
+  float4 middle[SETS][4];
+  float2 low[SETS][4];
+};
+
+// The weights of a warp's heads.
 struct Weights {
   u32 weight[HB][NB][FRAG];
-  float mid[SETS][2], low[SETS][2];
+  u32 middles, lows;  // shared addresses of the lane's part of a Base
   int turn;  // which of the heads of an accumulator the lane's columns are
 
-  // head: the first of the warp's, over all sequences. frag, middle, top: see weigh.cu.
-  __device__ __forceinline__ void read(const u32* frag, const float* middle, const float* top, i64 head, int lane) {
+  // head: the first of the warp's, over all sequences. frag, middle, top: see weigh.cu. Warps of the same heads may share
+  // a Base: they write the same.
+  __device__ __forceinline__ void read(const u32* frag, const float* middle, const float* top, i64 head, Base& shared, int lane) {
     const int t = lane & 3;
 #pragma unroll
     for (int h = 0; h < HB; ++h)
@@ -205,32 +157,32 @@ struct Weights {
         }
       }
     turn = NB > 1 ? 0 : min(2 * t / QP, HG - 1);
-#pragma unroll
-    for (int s = 0; s < SETS; ++s) {
+    for (int s = lane >> 2; s < SETS; s += 8) {
       const i64 from = (head + (NB > 1 ? s / NB : s * HG + turn)) * NQ + (s % NB) * 8 + 2 * t;
       const float2 m = *(const float2*)(middle + from), p = *(const float2*)(top + from);
-      mid[s][0] = m.x, mid[s][1] = m.y, low[s][0] = -p.x, low[s][1] = -p.y;
+      shared.middle[s][t].x = shared.middle[s][t].z = m.x, shared.middle[s][t].y = shared.middle[s][t].w = m.y;
+      shared.low[s][t].x = -p.x, shared.low[s][t].y = -p.y;
     }
+    middles = shared_address(shared.middle[0] + t), lows = shared_address(shared.low[0] + t);
+    __syncwarp();
   }
 
-  // words, marks: the lane's row of the stage, the first bytes that it reads. Adds the row's attention to `total` if it
-  // is there; leaves its roots.
-  __device__ __forceinline__ void score(u32 words, u32 marks, bool is_there, float (&total)[SETS][2], u32 (&result)[SETS]) const {
+  // words, scales: the lane's row of the stage, and of the decoded scales. Adds the row's attention to `total` if it is
+  // there; leaves its roots.
+  __device__ __forceinline__ void score(u32 words, u32 scales, bool is_there, float (&total)[SETS][2], u32 (&result)[SETS]) const {
     const float there = is_there ? 1.f : 0.f;
 #pragma unroll
     for (int group = 0; group < G; ++group) {
-      float sum[NB][2] = {};
+      float sum[NB][2];
 #pragma unroll
       for (int j = 0; j < ROW; j += 4) {
         float acc[2][NB][4];
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair)
+        for (int nb = 0; nb < NB; ++nb) {
+          read_shared(acc[0][nb], middles + (group * NB + nb) * 64);
 #pragma unroll
-          for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) acc[pair][nb][k] = mid[group * NB + nb][k & 1];
-        u32 mark[1];
-        read_shared(mark, marks + (group * HG + turn) * ROW + j);
+          for (int k = 0; k < 4; ++k) acc[1][nb][k] = acc[0][nb][k];
+        }
 #pragma unroll
         for (int hg = 0; hg < HG; ++hg) {
           const int h = group * HG + hg;
@@ -244,19 +196,19 @@ struct Weights {
           }
         }
         float scale[4];
+        read_shared(scale, scales + ((group * HG + turn) * ROW + j) * 4);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) scale[k] = decode_scale(mark[0], k);
+        for (int nb = 0; nb < NB; ++nb) {
+          float low[2];
+          read_shared(low, lows + (group * NB + nb) * 32);
 #pragma unroll
-        for (int nb = 0; nb < NB; ++nb)
+          for (int k = 0; k < 2; ++k)
 #pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            const float down = low[group * NB + nb][k];
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-              sum[nb][k] += exp2_fast(__fmaf_rn(acc[pair][nb][k], scale[2 * pair], down));
-              sum[nb][k] += exp2_fast(__fmaf_rn(acc[pair][nb][k + 2], scale[2 * pair + 1], down));
+            for (int i = 0; i < 4; ++i) {
+              const float x = exp2_fast(__fmaf_rn(acc[i / 2][nb][k + i % 2 * 2], scale[i], low[k]));
+              sum[nb][k] = j + i ? sum[nb][k] + x : x;
             }
-          }
+        }
       }
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb) {
@@ -286,37 +238,38 @@ __device__ __forceinline__ void write_words(u32* to, const u32 (&x)[SETS]) {
 // Scores the tiles first, first + step, ... below `end` of a sequence. before(): what has to be done when the first rows
 // are on their way; done(tile, row, result): what becomes of the roots. Adds the rows' attention to `total`.
 template <class Before, class Done>
-__device__ __forceinline__ void score_tiles(Ring& ring, const Sketches& from, int block, const int* table, int n_rows,
-                                            int first, int end, int step, Weights& weights, float (&total)[SETS][2], int lane,
-                                            Before before, Done done) {
+__device__ __forceinline__ void score_tiles(const Ring& ring, const Sketches& from, const int* table, int n_rows, int first,
+                                            int end, int step, Weights& weights, float (&total)[SETS][2], int lane, Before before,
+                                            Done done) {
   const int g = lane >> 2, t = lane & 3;
-  Ids ids[STAGES];
+  int ids[STAGES];
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) ids[s] = read_ids(table, first + s * step, n_rows, lane);
+  for (int s = 0; s < STAGES; ++s) ids[s] = read_id(table, first + s * step, n_rows, lane);
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
-    if (first + s * step < end) ring.request(s, ids[s], from, block, lane);
-    ring.commit();
+    ring.request(first + s * step < end, s, ids[s], from, lane);
+    commit_copies();
   }
-  Ids next = read_ids(table, first + STAGES * step, n_rows, lane);
+  int next = read_id(table, first + STAGES * step, n_rows, lane);
   before();
-  const u32 words = ring.own + g * STRIDE + t * (4 * I);
-  const u32 marks = ring.own + 8 * STRIDE + g * COVER + block * MARKS % COVER;
+  const u32 words = ring.own + g * STRIDE + t * (4 * I), scales = ring.own + STAGES * STAGE + g * (4 * MARKS);
   int s = 0;
 #pragma unroll 1
   for (int tile = first; tile < end; tile += step) {
-    ring.wait(s);
+    wait_copies<STAGES - 1>();
+    __syncwarp();
+    ring.decode_scales(s, lane);
     const int row = tile * 8 + g;
     u32 result[SETS];
-    weights.score(words + s * STAGE, marks + s * STAGE, row < n_rows, total, result);
+    weights.score(words + s * STAGE, scales, row < n_rows, total, result);
     __syncwarp();
-    if (tile + STAGES * step < end) ring.request(s, next, from, block, lane);
-    ring.commit();
-    next = read_ids(table, tile + (STAGES + 1) * step, n_rows, lane);
+    ring.request(tile + STAGES * step < end, s, next, from, lane);
+    commit_copies();
+    next = read_id(table, tile + (STAGES + 1) * step, n_rows, lane);
     s = s + 1 == STAGES ? 0 : s + 1;
     done(tile, row, result);
   }
-  ring.drain();
+  wait_copies<0>();
 }
 
 // The sums over a warp's rows, at its columns in `to`.

@@ -267,9 +267,9 @@ def decode_attention(
         (share, batch, 1),
         32 * heads * tune.tiles,
         [
-            q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling), pieces, n_part,
-            *widths, q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1), dense_k.stride(2), 1 << 24,
-            *strides, starts_early, late, tune.ahead if late else 0,
+            q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling),
+            dense_k.shape[2], n_part, *widths, q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1),
+            dense_k.stride(2), 1 << 24, *strides, starts_early, late, tune.ahead if late else 0,
         ],
         shared=_shared(fmt, q_heads // heads, tune.tiles, tune.stages, sizes),
         overlap=True,

@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     decode(const u16* q, const u16* dense_k, const u16* dense_v, const int* dense_len, const u8* kept,
            const int* kept_table, const int* kept_count, float* kept_mass, const u8* rows, const int* rows_table,
            const int* rows_count, float* rows_mass, const i64* order, const float* k_mean, const float* k_scale,
-           const float* v_mean, const float* v_scale, float* part, float* part_lse, float scaling, int pieces, int n_part,
+           const float* v_mean, const float* v_scale, float* part, float* part_lse, float scaling, int dense_slots, int n_part,
            int kept_width, int rows_width, int q_batch, int q_head, int dense_batch, int dense_head, int dense_token,
            u32 eighth, int kept_stride, int rows_stride, int early, int late, int ahead) {
     extern __shared__ __align__(128) u8 shared[];
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __shared__ u32 counters[STAGES];
     __shared__ int waiting[WAITING][PER_UNIT];
     start_next();  // it waits for the end of this kernel
-    const int warp = threadIdx.x >> 5, batch = blockIdx.y;
+    const int warp = threadIdx.x >> 5, batch = blockIdx.y, pieces = (dense_slots + DENSE - 1) / DENSE;
     const Turns turns = {(int)blockIdx.x, (int)gridDim.x, (int)gridDim.x - late, ahead};
     const auto turn_kept = [&](int n) { return turns.kept(n); };
     const auto turn_rows = [&](int n) { return turns.rows(n); };
@@ -243,30 +243,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (!early) wait_for_previous();
     const Pages kept_pages = {kept, kept_table + (i64)batch * kept_width, kept_count + batch, kept_width, kept_stride};
     const Pages row_pages = {rows, rows_table + (i64)batch * rows_width, rows_count + batch, rows_width, rows_stride};
+    q += (i64)batch * q_batch;
+    scaling *= LOG2E;
+    const i64 first_query = (i64)batch * HEADS * QUERIES, row = first_query * n_part + pieces + turns.own;
+    const bool packed = kept_table || rows_table;
+    // The last of the early blocks take dense slots: kept pages come to the first ones first.
+    const int first_job = turns.own < turns.early ? turns.early - 1 - turns.own : pieces * HEADS;
+    const bool has_dense = first_job < pieces * HEADS;
+    const Queries queries = {q, q_head, order, k_mean, k_scale};
     Place place = {0, 0};
+    Requested asked;
     int ids[FIRST], n_kept = 0, n_rows = 0;
     if (kept_table) {
         look_up<KEPT_P>(ids, kept_pages, turn_kept);
         n_kept = kept_count[batch];
-        start<KEPT_P>(ids, kept_pages, n_kept, turn_kept, 0, ring);
     }
+    if (packed && !has_dense) asked.request(queries, warp);
+    if (kept_table) start<KEPT_P>(ids, kept_pages, n_kept, turn_kept, 0, ring);
     float* weights = (float*)(shared + RING);
-    q += (i64)batch * q_batch;
-    scaling *= LOG2E;
-    const i64 first_query = (i64)batch * HEADS * QUERIES;
-    // The last of the early blocks take dense slots: kept pages come to the first ones first.
-    if (turns.own < turns.early)
-        for (int job = turns.early - 1 - turns.own; job < pieces * HEADS; job += turns.early) {
+    if (has_dense) {
+        for (int job = first_job; job < pieces * HEADS; job += turns.early) {
             const int head = job % HEADS, piece = job / HEADS, first = piece * DENSE;
-            const int slots = min(max(dense_len[batch] - first, 0), DENSE);
             const i64 at = (i64)batch * dense_batch + (i64)head * dense_head + (i64)first * dense_token;
-            const i64 row = (first_query + head * QUERIES) * n_part + piece;
-            attend_dense(weights, q + (i64)head * QUERIES * q_head, q_head, dense_k + at, dense_v + at, dense_token, slots,
-                         scaling, part + row * DIM, part_lse + row, n_part);
+            const i64 to = (first_query + head * QUERIES) * n_part + piece;
+            attend_dense(weights, q + (i64)head * QUERIES * q_head, q_head, dense_k + at, dense_v + at, dense_token,
+                         dense_slots - first, dense_len + batch, first, scaling, part + to * DIM, part_lse + to, n_part);
         }
-    const i64 row = first_query * n_part + pieces + turns.own;
-    if (!kept_table && !rows_table) return;
-    normalise(weights, q, q_head, order, k_mean, k_scale, scaling);
+        if (packed) asked.request(queries, warp);
+    }
+    if (!packed) return;
+    normalise(weights, queries, asked, scaling);
     __syncthreads();
     const int head = warp % HEADS, tile = warp / HEADS;
     State s;

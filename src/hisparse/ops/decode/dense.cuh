@@ -3,32 +3,33 @@
 constexpr int DENSE = 64;  // slots of a piece
 constexpr int DENSE_WORDS = DENSE * 8 + 8 * 2;
 
-// scores: shared, float [DENSE, 8], then [8] sums and [8] references. Writes QUERIES rows of part, each n_part rows after
-// the one before, and their log2-sum-exps.
+// k, v: of the piece's first slot; `room` slots can be read, of which those of the sequence's first *length are used, the
+// piece's first one being slot `first`. scores: shared, float [DENSE, 8], then [8] sums and [8] references. Writes QUERIES
+// rows of part, each n_part rows after the one before, and their log2-sum-exps.
 __device__ __noinline__ void attend_dense(float* scores, const u16* q, int q_stride, const u16* k, const u16* v,
-                                          int token_stride, int slots, float scaling, float* part, float* part_lse,
-                                          int n_part) {
+                                          int token_stride, int room, const int* length, int first, float scaling,
+                                          float* part, float* part_lse, int n_part) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     constexpr int PER = DIM / 32, BATCH = 4, OCTETS = DIM / 8;
     float* total = scores + DENSE * 8;
-    // Everything is requested before anything is used. Of V a lane has two channels of every eighth slot.
+    // Everything is requested before anything is used, the length too. Of V a lane has two channels of every eighth slot.
     const int channel = lane & 3, eighth = lane >> 2;
     u32 values[DENSE / 8];
     auto load_values = [&](int octet) {
 #pragma unroll
         for (int j = 0; j < DENSE / 8; j++) {
             const int slot = eighth + 8 * j;
-            values[j] = slot < slots && octet < OCTETS ? *(const u32*)(v + (i64)slot * token_stride + octet * 8 + 2 * channel) : 0;
+            values[j] = slot < room && octet < OCTETS ? *(const u32*)(v + (i64)slot * token_stride + octet * 8 + 2 * channel) : 0;
         }
     };
     u32 keys[BATCH][PER / 2];
-    auto load_keys = [&](int first) {
+    auto load_keys = [&](int start) {
 #pragma unroll
         for (int n = 0; n < BATCH; n++)
 #pragma unroll
             for (int c = 0; c < PER / 2; c++) {
-                const int slot = first + n * WARPS;
-                keys[n][c] = slot < slots ? *(const u32*)(k + (i64)slot * token_stride + lane * PER + 2 * c) : 0;
+                const int slot = start + n * WARPS;
+                keys[n][c] = slot < room ? *(const u32*)(k + (i64)slot * token_stride + lane * PER + 2 * c) : 0;
             }
     };
     load_keys(warp);
@@ -42,11 +43,12 @@ __device__ __noinline__ void attend_dense(float* scores, const u16* q, int q_str
             x[i][c + 1] = number((u16)(both >> 16)) * scaling;
         }
     load_values(warp);
-    for (int first = warp; first < slots; first += BATCH * WARPS) {
-        if (first > warp) load_keys(first);
+    const int slots = min(max(*length - first, 0), DENSE);
+    for (int start = warp; start < slots; start += BATCH * WARPS) {
+        if (start > warp) load_keys(start);
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
-            const int slot = first + n * WARPS;
+            const int slot = start + n * WARPS;
             if (slot >= slots) break;
             float dot[8];
 #pragma unroll
@@ -103,7 +105,8 @@ __device__ __noinline__ void attend_dense(float* scores, const u16* q, int q_str
         for (int i = 0; i < 8; i++) acc[i][0] = acc[i][1] = 0.f;
 #pragma unroll
         for (int j = 0; j < DENSE / 8; j++) {
-            const float low = number((u16)values[j]), high = number((u16)(values[j] >> 16));
+            const u32 both = eighth + 8 * j < slots ? values[j] : 0;  // what lies beyond may be NaN
+            const float low = number((u16)both), high = number((u16)(both >> 16));
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const float p = scores[(eighth + 8 * j) * 8 + i];

@@ -8,38 +8,59 @@ constexpr int V_STATS = 2 * HEADS * DIM;
 constexpr int LARGER = WEIGHTS > V_STATS ? WEIGHTS : V_STATS;
 constexpr int SCRATCH = LARGER > DENSE_WORDS ? LARGER : DENSE_WORDS;
 
-// weights: shared; float [HEADS * QUERIES, QUERY_ROW], by channel; then [HEADS * QUERIES] products with the mean keys, and
-// [HEADS * QUERIES] largest weights; then u8 [DIM], the channel at each stored place of K.
-__device__ inline void normalise(float* weights, const u16* q, int q_stride, const i64* order, const float* k_mean,
-                                 const float* k_scale, float scaling) {
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    constexpr int PER = DIM / 32, ROWS = HEADS * QUERIES, BATCH = ROWS > WARPS ? 2 : 1;
-    int channel = 0;
-    if (threadIdx.x < DIM) channel = (int)order[threadIdx.x];
-#pragma unroll 1
-    for (int first = warp; first < ROWS; first += BATCH * WARPS) {
-        float x[BATCH][PER], scale[BATCH][PER], centre[BATCH][PER];  // all requested before any is used
+// Where the queries are, and what normalises them.
+struct Queries {
+    const u16* q;
+    int stride;
+    const i64* order;
+    const float *k_mean, *k_scale;
+};
+
+// Some of them on their way to a warp: all is requested before any is used.
+struct Requested {
+    static constexpr int PER = DIM / 32, ROWS = HEADS * QUERIES, BATCH = ROWS > WARPS ? 2 : 1;
+    u16 x[BATCH][PER];
+    float scale[BATCH][PER], centre[BATCH][PER];
+    int channel;
+
+    __device__ inline void request(const Queries& from, int first) {
+        const int lane = threadIdx.x & 31;
+        channel = threadIdx.x < DIM ? (int)from.order[threadIdx.x] : 0;
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
             const int row = min(first + n * WARPS, ROWS - 1), at = row / QUERIES * DIM + lane;
 #pragma unroll
             for (int c = 0; c < PER; c++) {
-                x[n][c] = number(q[(i64)row * q_stride + lane + 32 * c]);
-                scale[n][c] = k_scale[at + 32 * c];
-                centre[n][c] = k_mean[at + 32 * c];
+                x[n][c] = from.q[(i64)row * from.stride + lane + 32 * c];
+                scale[n][c] = from.k_scale[at + 32 * c];
+                centre[n][c] = from.k_mean[at + 32 * c];
             }
         }
+    }
+};
+
+// weights: shared; float [HEADS * QUERIES, QUERY_ROW], by channel; then [HEADS * QUERIES] products with the mean keys, and
+// [HEADS * QUERIES] largest weights; then u8 [DIM], the channel at each stored place of K. `asked`: the warp's first
+// ones.
+__device__ inline void normalise(float* weights, const Queries& from, Requested& asked, float scaling) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    constexpr int PER = Requested::PER, ROWS = Requested::ROWS, BATCH = Requested::BATCH;
+    for (int place = threadIdx.x; place < DIM; place += THREADS)
+        ((u8*)(weights + PLACES))[place] = (u8)(place == (int)threadIdx.x ? asked.channel : (int)from.order[place]);
+#pragma unroll 1
+    for (int first = warp; first < ROWS; first += BATCH * WARPS) {
+        if (first > warp) asked.request(from, first);
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
             const int row = first + n * WARPS;
             float mean = 0.f, top = 0.f;
 #pragma unroll
             for (int c = 0; c < PER; c++) {
-                x[n][c] *= scaling;
-                mean = fmaf(x[n][c], centre[n][c], mean);
-                x[n][c] *= scale[n][c];
-                top = fmaxf(top, fabsf(x[n][c]));
-                if (row < ROWS) weights[row * QUERY_ROW + lane + 32 * c] = x[n][c];
+                float x = number(asked.x[n][c]) * scaling;
+                mean = fmaf(x, asked.centre[n][c], mean);
+                x *= asked.scale[n][c];
+                top = fmaxf(top, fabsf(x));
+                if (row < ROWS) weights[row * QUERY_ROW + lane + 32 * c] = x;
             }
 #pragma unroll
             for (int across = 1; across < 32; across *= 2) {
@@ -49,8 +70,6 @@ __device__ inline void normalise(float* weights, const u16* q, int q_stride, con
             if (lane == 0 && row < ROWS) weights[MEANS + row] = mean, weights[MEANS + ROWS + row] = top;
         }
     }
-    for (int place = threadIdx.x; place < DIM; place += THREADS)
-        ((u8*)(weights + PLACES))[place] = (u8)(place == (int)threadIdx.x ? channel : (int)order[place]);
 }
 
 // Fragments of q for one warp's head, times 2^k so that the largest lies in [512, 1024).

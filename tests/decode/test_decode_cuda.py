@@ -16,7 +16,7 @@ from hisparse.ops.decode import DecodeResult
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = {
     "HEADS": 4, "QUERIES": 8, "DIM": 128, "GROUP": 64, "K_BITS": 5, "V_BITS": 5, "SPLIT": 1, "BF16": 1, "KEPT_P": 8,
-    "ROWS_P": 4, "TILES": 3, "STAGES": 6, "BLOCKS": 1, "MASS": 0, "CHUNK": 256, "MULTIPLY": 0,
+    "ROWS_P": 4, "TILES": 3, "STAGES": 6, "BLOCKS": 1, "MASS": 0, "MULTIPLY": 0,
 }  # fmt: skip
 
 
@@ -152,6 +152,47 @@ def test_a_captured_call_follows_its_lengths():  # type: ignore[no-untyped-def]
     check(case, DecodeResult(*(None if x is None else x.cpu() for x in result)))
 
 
+@needs_gpu
+def test_an_early_start_changes_nothing(monkeypatch):  # type: ignore[no-untyped-def]
+    """Steps with recall in a CUDA graph, whose rows come from the host again and again, with an early start and
+    without."""
+    from hisparse.bench.data import make_layer
+    from hisparse.bench.past import Past
+    from hisparse.bench.recall import Steps
+    from hisparse.bench.shapes import SHAPES
+    from hisparse.cache import decode
+
+    monkeypatch.setenv("HISPARSE_BACKEND", "cuda")
+    name = "glm4-9b-1m"
+    steps = Steps(Past(name, make_layer(SHAPES[name], 8192, torch.device("cuda")), 8192, 5.0, True), drift=0.7)
+    queries = steps.queries[:24]
+
+    def replayed():  # type: ignore[no-untyped-def]
+        steps.step(queries[0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [steps.step(q) for q in queries]
+        outs = []
+        for _ in range(10):
+            graph.replay()
+            outs.append(torch.stack(results).double())
+        return torch.stack(outs)
+
+    early = replayed()
+    assert decode.reserve(queries[:1], steps.dense_k) is not None
+    monkeypatch.setattr(decode, "reserve", lambda q, dense_k: None)
+    late = replayed()
+    assert torch.equal(early, early[:1].expand_as(early))
+    assert float(((early - late).norm(dim=-1) / late.norm(dim=-1)).max()) < 8e-3
+
+
+@needs_gpu
+def test_dense_slots_alone(monkeypatch):  # type: ignore[no-untyped-def]
+    case = make_case(torch.bfloat16, 4, 8, 128, 8, split="never", counts=(0, 0), rows=None, lengths=(700, 3))
+    case.kept = None
+    check(case, run_cuda(case, monkeypatch, split="never"))
+
+
 @pytest.mark.skipif(not _cuda.has_compiler(), reason="needs cuda-bindings and NVRTC")
 @pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 64), (128, 128), (256, 64)])
 def test_it_compiles(dim, group):  # type: ignore[no-untyped-def]
@@ -161,3 +202,7 @@ def test_it_compiles(dim, group):  # type: ignore[no-untyped-def]
         sizes = SIZES | {"DIM": dim, "GROUP": group, "SPLIT": split, "MASS": mass, "TILES": 1, "STAGES": 2}
         options = [f"--define-macro={name}={value}" for name, value in sizes.items()]
         assert len(_cuda.compile_source(source, "decode.cu", "sm_90", options)) > 10_000
+    source = _cuda.read_source("decode/combine.cu")
+    for bf16 in (0, 1):
+        options = [f"--define-macro=DIM={dim}", f"--define-macro=BF16={bf16}"]
+        assert len(_cuda.compile_source(source, "combine.cu", "sm_90", options)) > 1000

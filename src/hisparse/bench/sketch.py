@@ -24,8 +24,10 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "cuda": (
         {"stages": 1},
         {"stages": 3},
-        {"warps": 16},
-        {"warps": 8},
+        {"warps": 16, "stages": 1},
+        {"warps": 16, "weights": 4},
+        {"warps": 20, "weights": 4},
+        {"whole": False},
         {"overlap": False},
         {"once": False},
     ),

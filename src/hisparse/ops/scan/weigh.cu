@@ -52,9 +52,9 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
       x[i] = weighs && d < HEAD_DIM ? basis[((i64)h * HEAD_DIM + d) * HEAD_DIM + c] : 0.f;
     }
   };
+  read_basis(0);  // of the model: no kernel ahead writes it
   wait_for_previous();
   start_next();
-  read_basis(0);
   const int n_rows = clamp_count(count, b, max_rows);
   u32 word[4][I], marks = 0;
   if (samples) {
@@ -73,10 +73,17 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
       marks = *(const u32*)(scales + id * scale_stride + h * ROW);
     }
   } else {
-    for (int i = tid; i < HEAD_DIM * NQ; i += WEIGHERS) {
-      const int d = i % HEAD_DIM, n = i / HEAD_DIM;
-      const float y = n < QUERIES ? read_query(q, (i64)b * stride_b + (i64)(h * QUERIES + n) * stride_h + d) : 0.f;
-      ((float*)&s_q[d])[n] = y * factor;
+    constexpr int OWN = (HEAD_DIM * NQ + WEIGHERS - 1) / WEIGHERS;
+    float y[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int d = (tid + i * WEIGHERS) % HEAD_DIM, n = (tid + i * WEIGHERS) / HEAD_DIM;
+      y[i] = n < QUERIES ? read_query(q, (i64)b * stride_b + (i64)(h * QUERIES + n) * stride_h + d) : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int d = (tid + i * WEIGHERS) % HEAD_DIM, n = (tid + i * WEIGHERS) / HEAD_DIM;
+      if (n < NQ) ((float*)&s_q[d])[n] = y[i] * factor;
     }
 #pragma unroll 1
     for (int i = (b * HEADS + h) * WEIGHERS + tid; i < n_clear; i += gridDim.y * HEADS * WEIGHERS) clear[i] = 0;

@@ -24,7 +24,7 @@ def engine(
 
     if config is not None:
         additional = {"hisparse": config, "hisparse_block_tokens": block_tokens}
-        options.update(attention_backend="CUSTOM", additional_config=additional)
+        options = {"attention_backend": "CUSTOM", "additional_config": additional, **options}
     settings: dict[str, Any] = {
         "model": default_directory(),
         "dtype": "float32",

@@ -51,6 +51,9 @@ def test_wrong_options_are_named(given: dict[str, Any], said: str) -> None:
         Options.read(given)
 
 
+KINDS = SimpleNamespace(hidden_size=576, layer_types=["linear_attention", "sliding_attention", "full_attention"])
+
+
 def vllm_config(**changes: Any) -> Any:
     """What is read of vLLM's configuration, with `section__name` changed."""
     sections: dict[str, dict[str, Any]] = {
@@ -82,6 +85,7 @@ def test_an_ordinary_model_is_not_refused() -> None:
     ("change", "said"),
     [
         ({"model_config__use_mla": True}, "MLA"),
+        ({"model_config__hf_text_config": KINDS}, "layers of kind linear_attention"),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector")}, "OffloadingConnector"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
@@ -153,6 +157,19 @@ def test_the_command_says_all_that_vllm_needs(tmp_path: Path) -> None:
     assert "HiSparseMetrics" in option(command, "--kv-transfer-config")
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--distributed-executor-backend", "ray", "--tensor-parallel-size", "8"],
+        ["--enable-lora", "--lora-modules", "sql=/adapters/sql", "--max-lora-rank=64"],
+        ["--enable-prefix-caching", "--max-num-seqs", "4"],
+    ],
+    ids=["ray", "lora", "others"],
+)
+def test_other_options_pass_through(extra: list[str]) -> None:
+    assert words(extra=extra, machine={"gpus": 8, "memory": 0})[-len(extra) :] == extra
+
+
 def test_what_the_user_says_stands() -> None:
     given = ["--kv-cache-memory-bytes=7", "--shutdown-timeout", "0", "--kv-transfer-config", "{}"]
     command = words(extra=given)
@@ -187,9 +204,21 @@ def test_gpus_share_the_heads_evenly(gpus: int, heads: int, ranks: int, tmp_path
     assert "--kv-cache-memory-bytes" not in command
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["text model", "text model within another"])
+def test_layers_with_a_window_are_left_to_a_stock_backend(nested: bool, tmp_path: Path) -> None:
+    text = {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text} if nested else text))
+    command = words(str(tmp_path))
+    assert json.loads(option(command, "--attention-config")) == {"backend_per_kind": {"full_attention": "CUSTOM"}}
+    assert "--attention-backend" not in command
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": ["full_attention"] * 4}))
+    assert option(words(str(tmp_path)), "--attention-backend") == "CUSTOM"
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"extra": ["--attention-config", "{}"]}, "--attention-config"),
         ({"extra": ["--attention-backend", "FLASH_ATTN"]}, "--attention-backend"),
         ({"extra": ["--additional_config={}"]}, "--additional-config"),
         ({"model": "weights.gguf"}, "weights.gguf"),

@@ -132,7 +132,7 @@ def compose(
     from hisparse.config import HiSparseConfig
 
     given = {word.split("=", 1)[0].replace("_", "-") for word in extra if word.startswith("-")}
-    for option in ("--attention-backend", "--additional-config"):
+    for option in ("--attention-backend", "--attention-config", "--additional-config"):
         if option in given:
             raise InputError(f"{option} is what `hisparse serve` sets; leave it out, or call `vllm serve` yourself")
     additional: dict[str, Any] = {"hisparse": {}}
@@ -151,7 +151,7 @@ def compose(
             raise InputError(f"--block-tokens {block_tokens}: give a multiple of 16, 256 for instance")
         additional["hisparse_block_tokens"] = block_tokens
     source, options = _model(model, given)
-    command = ["vllm", "serve", source, "--attention-backend", "CUSTOM", "--additional-config", json.dumps(additional)]
+    command = ["vllm", "serve", source, *_attention(source), "--additional-config", json.dumps(additional)]
     if not given & {"--kv-transfer-config", "--disable-log-stats"}:
         command += ["--kv-transfer-config", json.dumps(METRICS)]
     if "--shutdown-timeout" not in given:
@@ -188,14 +188,39 @@ def _model(model: str, given: set[str]) -> tuple[str, list[str]]:
     return default_directory(), [] if "--served-model-name" in given else ["--served-model-name", "default"]
 
 
+def _model_config(source: str) -> dict[str, Any]:
+    """What the checkpoint's configuration says of its text model; nothing where it is not on this machine."""
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        if not find_spec("huggingface_hub"):
+            return {}
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            found = try_to_load_from_cache(source, "config.json")
+        except HFValidationError:
+            return {}
+        if not isinstance(found, str):
+            return {}
+        path = Path(found)
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {**values, **values.get("text_config", {})}
+
+
+def _attention(source: str) -> list[str]:
+    """The option that has HiSparse hold the model's layers: all of them, or those that see everything."""
+    kinds = _model_config(source).get("layer_types") or ["full_attention"]
+    if all(kind == "full_attention" for kind in kinds):
+        return ["--attention-backend", "CUSTOM"]
+    return ["--attention-config", json.dumps({"backend_per_kind": {"full_attention": "CUSTOM"}})]
+
+
 def _ranks(gpus: int, source: str) -> int:
     """The most GPUs, a power of two, that share the model's KV heads evenly, as far as its configuration tells."""
     ranks = 1
-    heads = 0
-    path = Path(source) / "config.json"
-    if path.is_file():
-        text = json.loads(path.read_text(encoding="utf-8"))
-        heads = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
+    text = _model_config(source)
+    heads = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
     while ranks * 2 <= gpus and (heads == 0 or heads % (ranks * 2) == 0):
         ranks *= 2
     return ranks

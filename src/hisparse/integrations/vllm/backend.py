@@ -51,6 +51,7 @@ class _Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = current_runtime(vllm_config)
+        self.runtime.check_group(len(layer_names), int(kv_cache_spec.block_size), int(kv_cache_spec.page_size_bytes))
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
@@ -85,6 +86,11 @@ class HiSparseBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[_Builder]:
         return _Builder
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """It does not, but says so itself, when the layer is made, with what to do about it."""
+        return True
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -160,7 +166,10 @@ class HiSparseAttention(AttentionImpl):  # type: ignore[misc]
             _RUNTIMES[_KEY] = (compilation, runtime)
         self.runtime = _RUNTIMES[_KEY][1]
         self.runtime.check_dimensions(self.num_kv_heads, head_size)
-        self.index = self.runtime.add_layer()
+        others = [
+            name for name, layer in compilation.static_forward_context.items() if not isinstance(layer, RingLayer)
+        ]
+        self.index = self.runtime.add_layer(len(others))
         compilation.static_forward_context[f"hisparse.{self.index}.ring"] = RingLayer(self.runtime, num_heads)
 
     @torch.no_grad()

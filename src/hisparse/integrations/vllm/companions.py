@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hisparse.errors import UnsupportedError
 from hisparse.identity import ModelIdentity, embedding_sample
 from hisparse.integrations.vllm.options import Options
 from hisparse.tlif import Scorer, scorer_for
@@ -67,12 +68,21 @@ def identify(vllm_config: Any) -> ModelIdentity | None:
     )
 
 
-def companions(vllm_config: Any, options: Options) -> tuple[Scorer, list[ChannelStats] | None]:
+def companions(vllm_config: Any, options: Options, from_start: bool = True) -> tuple[Scorer, list[ChannelStats] | None]:
     """Scorer and channel statistics of the model, all KV heads; None: to be estimated from the first packed tokens.
 
-    Raises ModelError for given files of another model.
+    from_start: the values that are scored are those of the model's first layer, which a TLIF learns from. Raises
+    ModelError for given files of another model, UnsupportedError for a TLIF that has nothing to read.
     """
     identity, tlif = identify(vllm_config), options.config.tlif
+    if not from_start:
+        if options.tlif is not None:
+            raise UnsupportedError(
+                "hisparse_tlif: a TLIF reads the values of the model's first layer, which has another backend here; "
+                "leave it out"
+            )
+        scorer: Scorer = RandomScorer() if tlif.scorer == "random" else NoveltyScorer(tlif.prefix_length)
+        return scorer, None if identity is None else calibration_for(identity, options.calibration)
     if identity is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("always")

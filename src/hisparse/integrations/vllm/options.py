@@ -11,6 +11,8 @@ from hisparse.errors import ConfigError, InputError, UnsupportedError
 from hisparse.integrations.vllm.layout import DEFAULT_TOKENS
 
 CONNECTORS = ("HiSparseMetrics", "HiSparseClaims")
+PER_KIND = """--attention-config '{"backend_per_kind": {"full_attention": "CUSTOM"}}'"""
+"""How vLLM is told to leave layers with a sliding window to a backend of its own."""
 KEYS = ("hisparse", "hisparse_tlif", "hisparse_calibration", "hisparse_block_tokens")
 
 
@@ -74,10 +76,12 @@ def refuse(vllm_config: Any, config: HiSparseConfig) -> None:
             f"hidden_size = {config.hidden_size}, but the model's weights have {text.hidden_size}; "
             "correct the configuration or choose the other model"
         )
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     dtype = vllm_config.cache_config.cache_dtype
     connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
     reasons = (
         (model.use_mla, "multi-head latent attention (MLA)", "HiSparse packs plain keys and values"),
+        (bool(kinds), f"layers of kind {', '.join(sorted(kinds))}", "not tried beside HiSparse"),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
@@ -125,4 +129,6 @@ def refuse_layer(
     )
     for found, what in reasons:
         if found:
-            raise UnsupportedError(f"a layer with {what}: HiSparse does not hold it; use a stock --attention-backend")
+            remedy = f"say {PER_KIND} in place of --attention-backend CUSTOM" if sliding_window is not None else ""
+            remedy = remedy or "use a stock --attention-backend"
+            raise UnsupportedError(f"a layer with {what}: HiSparse does not hold it; {remedy}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, UnsupportedError
 from hisparse.integrations.vllm.anchors import AnchorShare
 from hisparse.integrations.vllm.companions import choose_kept, companions, of_rank
 from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, HotSize, hot_size
@@ -76,7 +76,10 @@ class Runtime:
         self.vllm_config = vllm_config
         self.context = int(vllm_config.model_config.max_model_len)
         self.static = vllm_config.device_config.device_type in STATIC
-        self.number_of_layers = int(vllm_config.model_config.get_num_layers(vllm_config.parallel_config))
+        self.all_layers = int(vllm_config.model_config.get_num_layers(vllm_config.parallel_config))
+        kinds = list(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or [])
+        self.number_of_layers = kinds.count("full_attention") or self.all_layers
+        self.model_layers: list[int] = []  # which of the model's layers those are that HiSparse holds
         self.kv_memory = _kv_memory(vllm_config) if self.static else 0
         self.layout, self.hot_size = self._sizes(heads, head_dim, dtype)
         self.width = -(-self.context // self.layout.tokens)
@@ -99,7 +102,7 @@ class Runtime:
         layout = choose_layout(self.config, heads, head_dim, dtype, self.context, tokens)
         if not self.static or not layout.host_rows or not selection.hot_factor:
             return layout, HotSize(0, 0, 0, 0)
-        memory = self.kv_memory // self.number_of_layers
+        memory = self.kv_memory // self.all_layers
         budget = row_budget(layout, selection, self.context)
         requests = int(self.vllm_config.scheduler_config.max_num_seqs)
         size = hot_size(selection, layout, budget, requests, memory)
@@ -152,10 +155,11 @@ class Runtime:
                 round(1 / HOT_SHARE),
             )
 
-    def add_layer(self) -> int:
+    def add_layer(self, model_layer: int) -> int:
         """A place for one more layer, whose hot buffer is made now: vLLM counts it among the model's own bytes.
 
-        Where the user says how many bytes the KV memory has, the blocks get what the buffer leaves. Returns its index.
+        model_layer: how many layers of the model, whatever their attention, come before it. Where the user says how
+        many bytes the KV memory has, the blocks get what the buffer leaves. Returns its index.
         """
         hot = None
         if self.hot_size.slots:
@@ -167,6 +171,7 @@ class Runtime:
                 cache.kv_cache_memory_bytes -= self.hot_size.bytes
         self.layers.append(None)
         self.hot.append(hot)
+        self.model_layers.append(model_layer)
         return len(self.layers) - 1
 
     def check_dimensions(self, heads: int, head_dim: int) -> None:
@@ -174,6 +179,22 @@ class Runtime:
             raise ConfigError(
                 f"layers of {self.layout.heads} x {self.layout.head_dim} and of {heads} x {head_dim} KV heads in one "
                 "model: HiSparse holds models whose layers are alike; use a stock --attention-backend"
+            )
+
+    def check_group(self, layers: int, tokens: int, block_bytes: int) -> None:
+        """Raise UnsupportedError where vLLM has arranged a group's memory otherwise than HiSparse asked for.
+
+        It does so beside layers of another kind. layers: of the group; tokens, block_bytes: of its blocks.
+        """
+        if layers != len(self.layers):
+            raise UnsupportedError(
+                f"vLLM gives {layers} of {len(self.layers)} full-attention layers a block table of their own, for "
+                "layers of another kind are fewer; HiSparse needs one for all: use a stock --attention-backend"
+            )
+        if (tokens, block_bytes) != (self.layout.tokens, self.layout.block_bytes):
+            raise UnsupportedError(
+                f"a block of the other layers is larger than the {self.layout.block_bytes} bytes of one of HiSparse's "
+                f"({block_bytes}); say a smaller --block-size, or hisparse_block_tokens above {self.layout.tokens}"
             )
 
     def check_host(self, blocks: int, free: int | None = None) -> None:
@@ -263,7 +284,7 @@ class Runtime:
     @property
     def companions(self) -> tuple[Scorer, list[ChannelStats] | None]:
         if self._companions is None:
-            self._companions = companions(self.vllm_config, self.options)
+            self._companions = companions(self.vllm_config, self.options, self.model_layers[0] == 0)
         return self._companions
 
     def memory(self, index: int, blocks: Tensor, scaling: float) -> LayerMemory:
@@ -275,7 +296,7 @@ class Runtime:
             if stats is not None:
                 rank, ranks = _rank()
                 total = int(self.vllm_config.model_config.get_total_num_kv_heads())
-                own = of_rank(stats[index], rank, self.layout.heads, total, ranks)
+                own = of_rank(stats[self.model_layers[index]], rank, self.layout.heads, total, ranks)
             elif blocks.is_cuda:
                 own = self._without_calibration()
             order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)

@@ -77,6 +77,7 @@ class Past:
         device_bytes += 4 * self.rows if self.hot_rows else 0  # where in the hot buffer each row is
         # Tables and positions of kept tokens are shared by all layers.
         device_bytes += 4 * (self.rows + len(self.kept_pages) + kept) / shape.layers
+        self.device_bytes = int(device_bytes)
         self.capacity = context * shape.token_bytes / device_bytes
         self.budget = config.selection.budget(context) // tokens
 

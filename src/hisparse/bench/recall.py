@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hisparse.bench.data import float64_attention, make_layer
-from hisparse.bench.measure import check, dense_decode_ms, graph_ms
+from hisparse.bench.measure import L2_BYTES, check, dense_decode_ms, graph_ms
 from hisparse.bench.past import Past
 from hisparse.bench.results import make_row
 from hisparse.bench.shapes import SHAPES
@@ -53,7 +53,8 @@ class Steps:
         self.rows = {False: rows, True: replace(rows, hot=self.hot)}
         make = torch.Generator(device).manual_seed(5)
         self._noise = torch.randn(STEPS + WARM + 1, *layer.q.shape, generator=make, device=device)
-        self.queries = self._drifting(self._settle() if drift is None else drift)
+        self.drift = self._settle() if drift is None else drift
+        self.queries = self._drifting(self.drift)
 
     def _count(self, number: int) -> Tensor:
         return torch.tensor([number], dtype=torch.int32, device=self.length.device)
@@ -115,32 +116,42 @@ class Steps:
 
 
 def replay_ms(
-    step: Callable[[Tensor], Any], queries: Tensor, warm: int, counters: Tensor | None = None
+    step: Callable[[Tensor], Any] | list[Callable[[Tensor], Any]],
+    queries: Tensor,
+    warm: int,
+    counters: list[Tensor] | None = None,
 ) -> tuple[float, Tensor | None]:
-    """Milliseconds a step: one graph, replayed with each query in turn, the first `warm` of them untimed; and by how
-    much `counters` rose in the timed ones."""
-    index = torch.zeros(1, dtype=torch.int64, device=queries.device)
+    """Milliseconds a step of one layer, and by how much `counters` rose: the steps of all queries but the first `warm`
+    in one CUDA graph, as a captured model runs its layers one after the other. step: of one layer, or of several, whose
+    steps take turns."""
+    layers = step if isinstance(step, list) else [step]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(queries[0])
+        for layer in layers:
+            layer(queries[0])
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(queries.index_select(0, index)[0])
-        index.add_(1)
-    index.zero_()
-    for _ in range(warm):
-        graph.replay()
-    before = None if counters is None else counters.clone()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(len(queries) - warm):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    rose = None if counters is None or before is None else counters - before
-    return float(begin.elapsed_time(end)) / (len(queries) - warm), rose
+    graphs = []
+    for some in (queries[:warm], queries[warm:]):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for query in some:
+                for layer in layers:
+                    layer(query)
+    before = None
+    for timed in (False, True):  # a graph's first replay takes longer
+        if len(queries[:warm]):
+            graphs[0].replay()
+        before = None if counters is None else torch.stack(counters)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graphs[1].replay()
+        end.record()
+        torch.cuda.synchronize()
+        if timed:
+            rose = None if counters is None or before is None else (torch.stack(counters) - before).sum(0)
+            return float(begin.elapsed_time(end)) / (len(queries) - warm) / len(layers), rose
+    raise AssertionError
 
 
 def run(
@@ -156,12 +167,19 @@ def run(
     """The whole step, and its parts. page_size: kept tokens a page; read, pinned: bytes a second of the device's and
     the host's memory. Raises WrongResult."""
     shape = SHAPES[name]
-    past = Past(name, make_layer(shape, context, device), context, capacity, True, bits, page_size)
+    layer = make_layer(shape, context, device)
+    past = Past(name, layer, context, capacity, True, bits, page_size)
     steps = Steps(past)
+    # A short context's bytes fit the L2 cache, which other layers empty in a model: here, too.
+    layers = max(1, min(8, -(-2 * L2_BYTES // past.device_bytes)))
+    others = [
+        Steps(Past(name, layer, context, capacity, True, bits, page_size), steps.drift) for _ in range(layers - 1)
+    ]
+    every = [steps, *others]
     what = f"capacity {capacity:g}, {bits}-bit sketches, {page_size} tokens a page"
     error = check(f"recall {name} {context} {what}", max(steps.error(i) for i in range(3)), TOLERANCE)
     dense = dense_decode_ms(past.layer.q[None, :, None], shape.heads, context)
-    ms, rose = replay_ms(steps.step, steps.queries, WARM, steps.hot.counters)
+    ms, rose = replay_ms([each.step for each in every], steps.queries, WARM, [each.hot.counters for each in every])
     assert rose is not None
     found, missed = rose[0].tolist()
     missed_bytes = missed / (found + missed) * past.budget * past.row_format.page_bytes
@@ -169,7 +187,7 @@ def run(
     held = held_pages(steps.rows[True])
     listed = graph_ms([lambda: held_pages(steps.rows[True])])
     between = graph_ms([lambda: steps.attend(steps.queries[0], held)])
-    scan, _ = replay_ms(steps.choose, steps.queries, WARM)
+    scan, _ = replay_ms([each.choose for each in every], steps.queries, WARM)
     chosen = steps.choose(steps.queries[0])
     fresh = graph_ms([lambda: bring_rows(steps.rows[False], chosen)])
     pages = bring_rows(steps.rows[False], chosen)
@@ -179,7 +197,7 @@ def run(
     yield make_row(
         "recall", name, context, ms, what=what, capacity=round(past.capacity, 2), dense_ms=dense, bytes=size,
         bandwidth_fraction=round(size / ms * 1e3 / read, 4), error=error, rows=past.budget, hot_rows=past.hot_rows,
-        hit_rate=round(found / (found + missed), 4), host_bytes=round(missed_bytes),
+        hit_rate=round(found / (found + missed), 4), layers=layers, host_bytes=round(missed_bytes),
         repeats_next=round(steps.repeats(8), 3), repeats_16=round(steps.repeats(4, 16), 3),
         between_scans_ms=round(between, 4), list_held_ms=round(listed, 4), held_rows=int(held.count[0]),
         **{f"scan_every_{n}_ms": round((ms + listed + (n - 1) * between) / n, 4) for n in (2, 4)},

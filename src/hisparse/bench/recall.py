@@ -171,7 +171,7 @@ def run(
     past = Past(name, layer, context, capacity, True, bits, page_size)
     steps = Steps(past)
     # A short context's bytes fit the L2 cache, which other layers empty in a model: here, too.
-    layers = max(1, min(8, -(-2 * L2_BYTES // past.device_bytes)))
+    layers = max(1, min(8, -(-L2_BYTES // (2 * past.device_bytes))))
     others = [
         Steps(Past(name, layer, context, capacity, True, bits, page_size), steps.drift) for _ in range(layers - 1)
     ]

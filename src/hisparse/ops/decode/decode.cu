@@ -24,8 +24,8 @@
 // A warp may be STAGES units ahead of another, so more page ids than that are waiting.
 constexpr int WAITING = 16;
 static_assert(STAGES + 2 <= WAITING, "too many stages");
-constexpr int FIRST = STAGES / WARPS + 1;  // units of the first STAGES + 1 that a warp looks up
 constexpr int PER_UNIT = Page<KEPT_P>::per_unit > Page<ROWS_P>::per_unit ? Page<KEPT_P>::per_unit : Page<ROWS_P>::per_unit;
+constexpr int FIRST = ((STAGES + 1) * PER_UNIT + THREADS - 1) / THREADS;  // pages of the first STAGES + 1 units, a thread
 // Shared memory: the ring of stages, later the warps' sums; then words for, in turn, dense slots, queries and V's statistics.
 constexpr int SUM_ROW = DIM + 4;  // no bank conflicts
 constexpr int SUMS = WARPS * 8 * (SUM_ROW + 2) * 4;
@@ -71,13 +71,12 @@ __device__ inline int units_of(int count) {
     return (int)(((i64)count * P + UNIT - 1) / UNIT);
 }
 
-// The page that this lane copies for a unit. Before it is known how many pages there are, `last` is the table's last entry.
+// The page that this lane copies for a unit; past the last one that, which is masked later.
 template <int P>
-__device__ inline int read_id(const Pages& pages, int unit, int last) {
+__device__ inline int read_id(const Pages& pages, int unit, int count) {
     constexpr int per = Page<P>::per_unit;
-    const int lane = threadIdx.x & 31;
-    const i64 i = (i64)unit * per + (lane < per ? lane : 0);
-    return read_fresh(pages.table + (i < last ? i : last));
+    const int lane = threadIdx.x & 31, i = unit * per + (lane < per ? lane : 0);
+    return read_fresh(pages.table + (i < count ? i : count - 1));
 }
 
 template <int P>
@@ -91,27 +90,37 @@ __device__ inline void fill(const Pages& pages, int id, int stage, const Ring& r
                   ring.full + 8 * stage);
 }
 
+// The first STAGES + 1 units, a page a thread, of a unit in as many warps as possible: a warp issues its copies one by one. Ids
+// are read before it is known how many there are; the last one is any that is there, for pages past the end.
 template <int P, class Turn>
-__device__ inline void look_up(int (&ids)[FIRST], const Pages& pages, Turn turn) {
-    const int warp = threadIdx.x >> 5;
+__device__ inline void look_up(int (&ids)[FIRST + 1], const Pages& pages, Turn turn) {
+    constexpr int per = Page<P>::per_unit;
 #pragma unroll
-    for (int j = 0; j < FIRST; j++)
-        ids[j] = warp + j * WARPS <= STAGES ? read_id<P>(pages, turn(warp + j * WARPS), pages.width - 1) : 0;
+    for (int j = 0; j < FIRST; j++) {
+        const int copy = j * THREADS + (threadIdx.x & 31) * WARPS + (threadIdx.x >> 5);
+        const i64 i = (i64)turn(copy / per) * per + copy % per;
+        ids[j] = copy < (STAGES + 1) * per ? read_fresh(pages.table + (i < pages.width ? i : pages.width - 1)) : 0;
+    }
+    ids[FIRST] = read_fresh(pages.table);
 }
 
 // Fills the ring, all of which is free, from where it stands on.
 template <int P, class Turn>
-__device__ inline void start(int (&ids)[FIRST], const Pages& pages, int count, Turn turn, int stage, const Ring& ring) {
-    constexpr int per = Page<P>::per_unit;
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+__device__ inline void start(int (&ids)[FIRST + 1], const Pages& pages, int count, Turn turn, int stage, const Ring& ring) {
+    constexpr int per = Page<P>::per_unit, bytes = Page<P>::bytes;
 #pragma unroll
     for (int j = 0; j < FIRST; j++) {
-        const int n = warp + j * WARPS, unit = turn(n);
+        const int copy = j * THREADS + (threadIdx.x & 31) * WARPS + (threadIdx.x >> 5);
+        const int n = copy / per, page = copy % per, unit = turn(n);
         if (n > STAGES || unit >= units_of<P>(count)) continue;
-        // Past the last page one that is there, which is masked later.
-        const int id = __shfl_sync(ALL, ids[j], min(lane < per ? lane : 0, count - 1 - unit * per));
-        if (n < STAGES) fill<P>(pages, id, (stage + n) % STAGES, ring);
-        else if (lane < per) ring.ids[n % WAITING][lane] = id;
+        const int id = unit * per + page < count ? ids[j] : ids[FIRST];
+        if (n == STAGES) {
+            ring.ids[n % WAITING][page] = id;
+            continue;
+        }
+        const int to = (stage + n) % STAGES;
+        if (page == 0) barrier_expect(ring.full + 8 * to, per * bytes);
+        bulk_copy(ring.stages + to * STAGE + page * bytes, pages.pool + (i64)id * pages.stride, bytes, ring.full + 8 * to);
     }
 }
 
@@ -129,7 +138,7 @@ __device__ inline void attend_units(State& s, const Pages& pages, int count, Tur
         const int left = count * P - unit * UNIT - tile * 16;  // tokens from this warp's tile on
         const bool more = turn(n + STAGES) < units, ahead = n % WARPS == warp && turn(n + STAGES + 1) < units;
         int id = 0;
-        if (ahead) id = read_id<P>(pages, turn(n + STAGES + 1), count - 1);
+        if (ahead) id = read_id<P>(pages, turn(n + STAGES + 1), count);
         barrier_wait(ring.full + 8 * place.stage, place.parity);
         if (left > 0)
             attend_tile<P>(s, places, ring.stages + place.stage * STAGE, tile, left, unit * Page<P>::per_unit, masses);
@@ -253,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Queries queries = {q, q_head, order, k_mean, k_scale};
     Place place = {0, 0};
     Requested asked;
-    int ids[FIRST], n_kept = 0, n_rows = 0;
+    int ids[FIRST + 1], n_kept = 0, n_rows = 0;
     if (kept_table) {
         look_up<KEPT_P>(ids, kept_pages, turn_kept);
         n_kept = kept_count[batch];

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hisparse.config import HiSparseConfig, SelectionConfig
 from hisparse.integrations.vllm import hot as module
-from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hot_size, merge_rows
-from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
+from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hot_size, merge_rows, record_rows
+from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.step import row_budget
-from hisparse.ops.fetch import HostRows
+from hisparse.ops.fetch import HostRows, gather_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUT = choose_layout(HiSparseConfig(), HEADS, DIM, torch.float32, 1024, 64)
@@ -31,9 +31,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def records_of(rows: list[int], layout: BlockLayout = LAYOUT) -> list[int]:
-    """Row records of rows of the host pool, by their definition: row j of block b is record (b + 1) * n - 1 - j."""
-    return [(row // layout.host_rows + 1) * layout.rows_per_block - 1 - row % layout.host_rows for row in rows]
+LEAD = LAYOUT.rows_per_block - LAYOUT.host_rows
+assert LEAD > 0, "blocks of these tests have records that are no rows"
+
+
+def records_of(rows: list[int]) -> list[int]:
+    """Records of rows of the host pool: a block's rows are the last of its records."""
+    return [row // LAYOUT.host_rows * LAYOUT.rows_per_block + LEAD + row % LAYOUT.host_rows for row in rows]
 
 
 @st.composite
@@ -59,9 +63,10 @@ def tables(rows: list[list[int]], budget: int) -> tuple[Tensor, Tensor]:
 def test_a_batch_lists_every_row_once(batch: tuple[list[list[int]], int]) -> None:
     rows, budget = batch
     records, number = tables(rows, budget)
-    claims = torch.full((BLOCKS * LAYOUT.host_rows,), 12345, dtype=torch.int32, device=DEVICE)
+    claims = torch.full((BLOCKS * LAYOUT.rows_per_block,), 12345, dtype=torch.int32, device=DEVICE)
     shared = torch.tensor([5, 7], device=DEVICE)
-    merged = merge_rows(LAYOUT, records, number, claims, shared)
+    merged = merge_rows(records, number, claims, shared)
+    rows = [records_of(request) for request in rows]
     every = {row for request in rows for row in request}
     assert int(merged.number) == len(every)
     listed = merged.rows[0, : len(every)].tolist()
@@ -74,12 +79,14 @@ def test_a_batch_lists_every_row_once(batch: tuple[list[list[int]], int]) -> Non
     assert shared.tolist() == [5 + sum(map(bool, rows)) - 1, 7 + entries - len(every)]
 
 
-def small_buffer(slots: int, budget: int, requests: int) -> tuple[HotRows, HostRows]:
-    rows = BLOCKS * LAYOUT.host_rows
-    made = torch.randint(0, 256, (rows, LAYOUT.row.page_bytes), generator=torch.Generator().manual_seed(1))
-    host = torch.empty(made.shape, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda").copy_(made)
-    size = HotSize(slots, requests, 0, rows)
-    return HotRows(size, LAYOUT, budget, 2.0, Claims(rows, DEVICE), DEVICE), HostRows.of([host], DEVICE)
+def small_buffer(slots: int, budget: int, requests: int) -> tuple[HotRows, HostRows, Tensor]:
+    """A buffer, its source, and the rows of the host pool in that."""
+    shape = (LEAD + BLOCKS * LAYOUT.host_rows, LAYOUT.row.page_bytes)
+    made = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
+    pool = torch.empty(made.shape, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda").copy_(made)
+    records = BLOCKS * LAYOUT.rows_per_block
+    hot = HotRows(HotSize(slots, requests, 0, records), LAYOUT, budget, 2.0, Claims(records, DEVICE), DEVICE)
+    return hot, record_rows(LAYOUT, pool, BLOCKS, DEVICE), pool[LEAD:]
 
 
 @settings(max_examples=30)
@@ -87,7 +94,7 @@ def small_buffer(slots: int, budget: int, requests: int) -> tuple[HotRows, HostR
 @pytest.mark.usefixtures("backend")
 def test_slots_hold_the_rows_that_were_asked_for(steps: list[tuple[list[list[int]], int]], gone: list[int]) -> None:
     """Whoever asks, alone or together, for rows of its own or shared ones, written anew in between or not."""
-    hot, source = small_buffer(5 * 9, 9, 5)
+    hot, source, host = small_buffer(5 * 9, 9, 5)
     asked = queries = 0
     for number, (rows, budget) in enumerate(steps):
         for requests in (rows, rows[:1]):
@@ -96,13 +103,13 @@ def test_slots_hold_the_rows_that_were_asked_for(steps: list[tuple[list[list[int
             if DEVICE.type == "cuda":
                 torch.cuda.synchronize()
             for i, request in enumerate(requests):
-                assert torch.equal(hot.all.buffer[table[i, : len(request)].long()].cpu(), source.segments[0][request])
+                assert torch.equal(hot.all.buffer[table[i, : len(request)].long()].cpu(), host[request])
             asked += sum(map(len, requests))
             queries += max(1, sum(map(bool, requests))) if len(requests) == 1 else sum(map(bool, requests))
             hot.all.check()
         rewritten = torch.tensor(gone, dtype=torch.int64)
-        source.segments[0][rewritten] = number
-        hot.forget(rewritten.int().to(DEVICE))
+        host[rewritten] = number
+        hot.forget(torch.tensor(records_of(gone), dtype=torch.int32, device=DEVICE))
         hot.all.check()
     found, read, shared, counted = hot.counts().tolist()
     assert found + read + shared == asked
@@ -112,15 +119,28 @@ def test_slots_hold_the_rows_that_were_asked_for(steps: list[tuple[list[list[int
 @pytest.mark.usefixtures("backend")
 def test_a_small_batch_finds_what_a_large_one_left() -> None:
     """It makes room among the first slots, and uses rows wherever they are."""
-    hot, source = small_buffer(40, 4, 10)
+    hot, source, _ = small_buffer(40, 4, 10)
     crowd = [[4 * i + j for j in range(4)] for i in range(10)]
     hot.bring(source, *tables(crowd, 4))
     for request in crowd:
         hot.bring(source, *tables([request], 4))
     assert hot.counts().tolist() == [40, 40, 0, 20]
     hot.bring(source, *tables([[50, 51, 52, 53]], 4))
-    assert set(hot.all.owner[:8].tolist()) > {50, 51, 52, 53}
-    assert hot.all.owner[8:].tolist() == [row for request in crowd for row in request][8:]
+    assert set(hot.all.owner[:8].tolist()) > set(records_of([50, 51, 52, 53]))
+    assert hot.all.owner[8:].tolist() == records_of([row for request in crowd for row in request])[8:]
+
+
+def test_rows_have_the_numbers_of_their_records() -> None:
+    """Whatever the layout: no two records share a row, and both ways to a row lead there."""
+    for tokens, config in ((64, HiSparseConfig()), (256, HiSparseConfig(selection={"row_size": 8}))):
+        layout = choose_layout(config, HEADS, DIM, torch.float32, 1024, tokens)
+        records = torch.arange(3)[:, None] * layout.rows_per_block + layout.rows_per_block - 1
+        records = (records - torch.arange(layout.other.rows)).flatten()  # row j of block b: see `layout`
+        ids = layout.host_id(records)
+        assert sorted(ids.tolist()) == list(range(3 * layout.host_rows))
+        pool = torch.randint(0, 256, (layout.host_lead + 3 * layout.host_rows, layout.row.page_bytes)).to(torch.uint8)
+        found = gather_rows(record_rows(layout, pool, 3, CPU), records.int()[None])
+        assert torch.equal(found, pool[layout.host_lead :][ids])
 
 
 @given(

@@ -1,9 +1,9 @@
 """One hot buffer a layer for all requests of a batch, in front of the rows in host memory.
 
 Requests that share a prefix share its blocks, hence rows: so the buffer is one for all of them, a row lies in it once,
-and a step's requests fetch together (`merge_rows`). A row is known by its place in the host pool. What is written anew
-there is forgotten here at once (`HotRows.forget`); a block that vLLM frees, or hands to a request that finds it in the
-prefix cache, keeps its bytes, and so its rows may stay.
+and a step's requests fetch together (`merge_rows`). A row is known by the number of its record (`BlockLayout`). When it
+is written anew it is forgotten here at once (`HotRows.forget`); a block that vLLM frees, or hands to a request that
+finds it in the prefix cache, keeps its bytes, and so its rows may stay.
 
 A step makes room among the first ``hot_factor`` times its own rows' slots: a small batch looks through few slots,
 whatever room there is for a large one, and finds what lies beyond all the same.
@@ -11,7 +11,8 @@ whatever room there is for a large one, and finds what lies beyond all the same.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Merged(NamedTuple):
 
 class HotSize(NamedTuple):
     """slots: of a layer, 0 for no buffer; requests: that may decode through it at once, whatever they recall; bytes: of
-    a layer, with the books of `rows` row numbers."""
+    a layer, with the books of `rows` numbers of records."""
 
     slots: int
     requests: int
@@ -52,7 +53,7 @@ def hot_size(selection: SelectionConfig, layout: BlockLayout, budget: int, reque
     budget: rows that a request recalls at most; requests: that may decode at once. ``hot_factor`` times what they all
     recall, as far as HOT_SHARE of the memory goes; no buffer where that is less than one request recalls.
     """
-    rows = memory // layout.block_bytes * layout.host_rows
+    rows = memory // layout.block_bytes * layout.rows_per_block
     room = int(memory * HOT_SHARE) - 4 * rows
     slots = min(int(selection.hot_factor * budget) * requests, room // (layout.row.page_bytes + BOOKS))
     if not layout.host_rows or slots < max(budget, 1):
@@ -78,7 +79,7 @@ class HotRows:
     def __init__(
         self, size: HotSize, layout: BlockLayout, budget: int, factor: float, claims: Claims, device: torch.device
     ) -> None:
-        self.layout, self.size, self.claims = layout, size, claims
+        self.size, self.claims = size, claims
         self.all = HotBuffer.empty((size.slots,), layout.row.page_bytes, size.rows, device)
         # A batch of n requests replaces rows in the first searched[n - 1] slots.
         self.searched = [min(size.slots, int(factor * budget) * n) for n in range(1, size.requests + 1)]
@@ -97,15 +98,16 @@ class HotRows:
         """True where a step of so many requests fits, whatever they recall."""
         return requests <= self.size.requests
 
-    def bring(self, source: HostRows, records: Tensor, number: Tensor) -> Tensor:
+    def bring(self, source: HostRows, records: Tensor, number: Tensor, early: bool = False) -> Tensor:
         """Bring the rows of records int32 [B, n] into the buffer, of each request the first number int32 [B].
 
-        Returns int32 [B, n], their slots; undefined beyond the number. Valid until the next call.
+        source: see `record_rows`. early: the choice is the scan's that was launched last (see `fetch_rows`). Returns
+        int32 [B, n], their slots; undefined beyond the number. Valid until the next call.
         """
         batch = len(records)
         if batch == 1:
-            return fetch_rows(self._for(1), source, host_ids(self.layout, records), number)
-        merged = merge_rows(self.layout, records, number, self.claims.entries, self.shared)
+            return fetch_rows(self._for(1), source, records, number, early=early)
+        merged = merge_rows(records, number, self.claims.entries, self.shared)
         slots = fetch_rows(self._for(batch), source, merged.rows, merged.number)
         return slots.view(-1).take(merged.rank).view(records.shape)
 
@@ -117,7 +119,7 @@ class HotRows:
         )
 
     def forget(self, rows: Tensor) -> None:
-        """Rows int32 [n] of the host pool are written anew: what the buffer has of them is stale."""
+        """The rows of records int32 [n] are written anew: what the buffer has of them is stale."""
         forget_rows(self.all, rows)
 
     def counts(self) -> Tensor:
@@ -125,18 +127,32 @@ class HotRows:
         return torch.cat([self.all.counters[0], self.shared[1:], self.all.clock + self.shared[:1]])
 
 
-def host_ids(layout: BlockLayout, records: Tensor) -> Tensor:
-    """Rows of the host pool that belong to row records int32 [...] (see `BlockLayout`), int32."""
-    if backend_for("fetch", records.device) != "reference":
-        from hisparse.integrations.vllm.kernels import host_ids as kernel
+class _Windows(Sequence[Tensor]):
+    """The host pool as overlapping segments: of block b its rows and so many before them that a block has records."""
 
-        found: Tensor = kernel(records, layout.rows_per_block, layout.host_rows)
-        return found
-    return layout.host_id(records)
+    def __init__(self, pool: Tensor, blocks: int, step: int, size: int) -> None:
+        self.pool, self.blocks, self.step, self.size = pool, blocks, step, size
+
+    def __len__(self) -> int:
+        return self.blocks
+
+    def __getitem__(self, block: Any) -> Any:
+        return self.pool[block * self.step : block * self.step + self.size]
 
 
-def merge_rows(layout: BlockLayout, records: Tensor, number: Tensor, claims: Tensor, shared: Tensor) -> Merged:
-    """The host pool's rows that a batch wants, each once.
+def record_rows(layout: BlockLayout, pool: Tensor, blocks: int, device: torch.device) -> HostRows:
+    """Rows of the host as `fetch_rows` takes them, under the numbers of their records.
+
+    pool: uint8 [host_lead + blocks * host_rows, row_bytes], the rows of all blocks behind `host_lead` others.
+    """
+    step = layout.host_rows * layout.row.page_bytes
+    addresses = torch.arange(blocks, dtype=torch.int64, device=device) * step + pool.data_ptr()
+    segments = _Windows(pool, blocks, layout.host_rows, layout.rows_per_block)
+    return HostRows(segments, addresses, layout.rows_per_block, layout.row.page_bytes)  # type: ignore[arg-type]
+
+
+def merge_rows(records: Tensor, number: Tensor, claims: Tensor, shared: Tensor) -> Merged:
+    """The rows that a batch wants, each once.
 
     records: int32 [B, n], of each request the first number int32 [B], none of them twice in one request. claims: int32
     [rows], whose content before does not matter and after is of no use. shared: int64 [2], counted up: see `HotRows`.
@@ -144,10 +160,10 @@ def merge_rows(layout: BlockLayout, records: Tensor, number: Tensor, claims: Ten
     if backend_for("fetch", records.device) != "reference":
         from hisparse.integrations.vllm.kernels import merge_rows as kernel
 
-        return Merged(*kernel(records, number, claims, shared, layout.rows_per_block, layout.host_rows))
+        return Merged(*kernel(records, number, claims, shared))
     there = (torch.arange(records.shape[1], device=records.device) < number[:, None]).flatten()
     entry = there.nonzero().flatten()
-    row = host_ids(layout, records.flatten()[entry]).long()
+    row = records.flatten()[entry].long()
     claims[row] = entry.int()
     first = claims[row].long()
     own = first == entry

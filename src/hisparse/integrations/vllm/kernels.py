@@ -16,55 +16,30 @@ TILE = 4096
 
 
 @triton.jit
-def _host_id(record, PER: tl.constexpr, HOST: tl.constexpr):
-    """Row of the host pool: record (b + 1) * PER - 1 - j is row b * HOST + j."""
-    block = record // PER
-    return block * HOST + (block + 1) * PER - 1 - record
-
-
-@triton.jit
-def _locate(p_record, p_row, entries, PER: tl.constexpr, HOST: tl.constexpr, TILE: tl.constexpr):
-    i_entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    m_entry = i_entry < entries
-    record = tl.load(p_record + i_entry, mask=m_entry, other=0)
-    tl.store(p_row + i_entry, _host_id(record, PER, HOST), mask=m_entry)
-
-
-def host_ids(records: Tensor, per: int, host: int) -> Tensor:
-    """See :func:`hisparse.integrations.vllm.hot.host_ids`."""
-    records = records.contiguous()
-    rows = torch.empty_like(records)
-    entries = records.numel()
-    if entries:
-        _locate[(triton.cdiv(entries, 1024),)](records, rows, entries, per, host, 1024)
-    return rows
-
-
-@triton.jit
-def _entry(p_record, p_number, i_entry, entries, budget, PER: tl.constexpr, HOST: tl.constexpr):
+def _entry(p_record, p_number, i_entry, entries, budget):
     """Row of each entry of the batch, and whether the entry counts."""
     i_batch = i_entry // budget
     number = tl.load(p_number + i_batch, mask=i_entry < entries, other=0)
     there = (i_entry < entries) & (i_entry - i_batch * budget < number)
-    return _host_id(tl.load(p_record + i_entry, mask=there, other=0), PER, HOST), there
+    return tl.load(p_record + i_entry, mask=there, other=0), there
 
 
 @triton.jit
 def _merge(
     p_record, p_number, p_claim, p_row, p_total, p_rank, p_shared, batch, budget,
-    PER: tl.constexpr, HOST: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr,
+    TILE: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """One program. Every entry claims its row; of the entries that share a row the one whose claim stands is listed."""
     i = tl.arange(0, TILE)
     entries = batch * budget
     for at in range(0, bound(entries), TILE):
-        row, there = _entry(p_record, p_number, at + i, entries, budget, PER, HOST)
+        row, there = _entry(p_record, p_number, at + i, entries, budget)
         tl.store(p_claim + row, at + i, mask=there)
     tl.debug_barrier()  # claims are read by other threads
     total = 0
     wanted = 0
     for at in range(0, bound(entries), TILE):
-        row, there = _entry(p_record, p_number, at + i, entries, budget, PER, HOST)
+        row, there = _entry(p_record, p_number, at + i, entries, budget)
         own = there & (tl.load(p_claim + row, mask=there, other=-1) == at + i)
         place = total + tl.cumsum(own.to(tl.int32), 0) - 1
         tl.store(p_row + place, row, mask=own)
@@ -73,7 +48,7 @@ def _merge(
         wanted += tl.sum(there.to(tl.int32), 0)
     tl.debug_barrier()  # so are ranks
     for at in range(0, bound(entries), TILE):
-        row, there = _entry(p_record, p_number, at + i, entries, budget, PER, HOST)
+        row, there = _entry(p_record, p_number, at + i, entries, budget)
         first = tl.load(p_claim + row, mask=there, other=0)
         rank = tl.load(p_rank + first, mask=there, other=0)
         other = (at + i < entries) & ((first != at + i) | (there == 0))
@@ -86,9 +61,7 @@ def _merge(
     tl.store(p_shared + 1, tl.load(p_shared + 1) + wanted - total)
 
 
-def merge_rows(
-    records: Tensor, number: Tensor, claims: Tensor, shared: Tensor, per: int, host: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def merge_rows(records: Tensor, number: Tensor, claims: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`hisparse.integrations.vllm.hot.merge_rows`."""
     batch, budget = records.shape
     records = records.contiguous()
@@ -98,7 +71,7 @@ def merge_rows(
     tile = min(TILE, max(128, triton.next_power_of_2(batch * budget)))
     options = {} if INTERPRET else {"num_warps": max(4, tile // 256)}
     _merge[(1,)](
-        records, number, claims, rows, total, rank, shared, batch, budget, per, host, tile,
+        records, number, claims, rows, total, rank, shared, batch, budget, tile,
         triton.next_power_of_2(batch), **options,
     )  # fmt: skip
     return rows, total, rank

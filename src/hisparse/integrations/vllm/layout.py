@@ -127,9 +127,14 @@ class BlockLayout:
         return max(self.first.rows, self.other.rows) if self.has_rows and not self.rows_on_device else 0
 
     def host_id(self, records: Tensor) -> Tensor:
-        """The host pool's rows that row records belong to: row j of block b is ``b * host_rows + j``."""
-        block = records // self.rows_per_block
-        return block * self.host_rows + ((block + 1) * self.rows_per_block - 1 - records)
+        """The host pool's rows that row records belong to: blocks have `host_rows` each, in the order of records."""
+        block, record = records // self.rows_per_block, records % self.rows_per_block
+        return block * self.host_rows + record - self.host_lead
+
+    @property
+    def host_lead(self) -> int:
+        """Records of a block that come before its first row."""
+        return self.rows_per_block - self.host_rows
 
     @property
     def host_block_bytes(self) -> int:

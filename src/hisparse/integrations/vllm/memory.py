@@ -11,12 +11,12 @@ from torch import Tensor
 from hisparse.cache.layer import CHUNK_BUDGET
 from hisparse.config import HiSparseConfig
 from hisparse.integrations.vllm.anchors import AnchorShare
-from hisparse.integrations.vllm.hot import HotRows, host_ids
+from hisparse.integrations.vllm.hot import HotRows, record_rows
 from hisparse.integrations.vllm.layout import BlockLayout, Counts
 from hisparse.integrations.vllm.step import Place, Step
 from hisparse.ops._dispatch import backend_for
 from hisparse.ops.attend import Packed, attend, attend_recalled, select_for_chunk
-from hisparse.ops.decode import Pages, decode_attention
+from hisparse.ops.decode import Pages, decode_attention, reserve
 from hisparse.ops.fetch import HostRows, store_rows
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.scan import Chosen, scan_and_select
@@ -65,6 +65,7 @@ class LayerMemory:
         self.pages = flat.view(-1, layout.page_stride)[:, : layout.page.page_bytes]
         self.codes = self.scales = self.row_pages = self.pages[:0]
         self.source: HostRows | None = None  # the same rows, where they lie in host memory
+        self.records: HostRows | None = None  # the same, known by the numbers of their records
         if layout.has_rows:
             rows = flat.view(-1, layout.row_stride)
             self.codes = rows[:, : layout.code_bytes]
@@ -74,10 +75,12 @@ class LayerMemory:
                 self.row_pages = rows[:, at : at + layout.row.page_bytes]
             else:
                 rows_in_all = len(blocks) * layout.host_rows
-                self.row_pages, pinned = host_pool(rows_in_all, layout.row.page_bytes, blocks.device)
-                self.source = HostRows.of([pinned], blocks.device)
+                pool, pinned = host_pool(layout.host_lead + rows_in_all, layout.row.page_bytes, blocks.device)
+                self.row_pages = pool[layout.host_lead :]
+                self.source = HostRows.of([pinned[layout.host_lead :]], blocks.device)
+                self.records = record_rows(layout, pinned, len(blocks), blocks.device)
                 if hot is not None:
-                    hot.ensure(rows_in_all)
+                    hot.ensure(self.records.capacity)
         self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)  # rows
         self.steps = torch.zeros((), dtype=torch.int64, device=blocks.device)  # queries that recalled
         self.error = torch.zeros((), device=blocks.device)  # relative, of the keys of the page checked last
@@ -144,7 +147,7 @@ class LayerMemory:
         else:
             store_rows(self.source, at.int(), pages)
             if self.hot is not None:
-                self.hot.forget(at.int())
+                self.hot.forget(ids.int())
 
     def _packed(self, k: Tensor, v: Tensor, index: Tensor, number: int, tokens: int, kept: bool) -> Tensor:
         layout, vtq = self.layout, self.config.vtq
@@ -188,11 +191,12 @@ class LayerMemory:
             dense, length = self.dense[step.dense.block, step.dense.slot], step.dense_past + 1
         dense_k, dense_v = dense[:, :, 0], dense[:, :, 1]
         kept = Pages(self.pages, step.kept_table, step.kept_count, layout.page) if layout.other.pages else None
-        recalled = None
+        recalled = early = None
         if layout.has_rows and step.row_table.shape[1] and self.stats is not None:
             budget = min(self.budget, step.row_table.shape[1])
+            early = reserve(q, dense_k.transpose(1, 2))
             chosen = self._choose(q, step.row_table, step.row_count, budget, step.wanted)
-            recalled = self._bring(chosen)
+            recalled = self._bring(chosen, early is not None)
         quantised = self.config.vtq.enable_per_block_quant
         if quantised and self.stats is None:
             kept = None  # nothing has been packed yet
@@ -208,20 +212,21 @@ class LayerMemory:
             self.scaling,
             page_mass=anchors is not None,
             split=self.config.vtq.split if quantised else None,
+            early=early,
         )
         if anchors is not None and recalled is not None:
             anchors.add(result, recalled.count)
         return result.out
 
-    def _bring(self, chosen: Chosen) -> Pages:
-        """Pages of the chosen rows: in the hot buffer, or where they lie."""
+    def _bring(self, chosen: Chosen, early: bool) -> Pages:
+        """Pages of the chosen rows: in the hot buffer, or where they lie. early: see `fetch_rows`."""
         fmt = self.layout.row
-        if self.source is not None and self.hot is not None and self.hot.serves(len(chosen.rows)):
-            table = self.hot.bring(self.source, chosen.rows, chosen.number)
+        if self.records is not None and self.hot is not None and self.hot.serves(len(chosen.rows)):
+            table = self.hot.bring(self.records, chosen.rows, chosen.number, early)
             return Pages(self.hot.all.buffer, table, chosen.number, fmt)
         self.recalled += chosen.number.sum()
         self.steps += (chosen.number > 0).sum()
-        table = chosen.rows if self.source is None else host_ids(self.layout, chosen.rows)
+        table = self.row_ids(chosen.rows)
         return Pages(self.row_pages, table, chosen.number, fmt)
 
     def _decode_one(self, q: Tensor, step: Step, row: int) -> Tensor:

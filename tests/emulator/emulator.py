@@ -30,7 +30,8 @@ from hisparse.ops._cuda import read_source
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 INSTRUCTIONS = [  # PTX, its model
-    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32", "mma"),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32", "mma<false>"),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32", "mma<true>"),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x[24]\.trans\.shared\.b16", "ldmatrix_trans"),
     (r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16", "movmatrix_trans"),
     (r"mbarrier\.init\.shared::cta\.b64", "mbarrier_init"),

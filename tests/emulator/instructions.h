@@ -150,6 +150,7 @@ static void mul_f16x2(u32& z, u32 x, u32 y) {
   z = half_bits(half_value(x) * half_value(y)) | half_bits(half_value(x >> 16) * half_value(y >> 16)) << 16;
 }
 
+template <bool BFLOAT>
 static void mma(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1,
                 float c2, float c3) {
   Slot& s = emu::slot();
@@ -162,8 +163,9 @@ static void mma(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 
       for (int r = 0; r < 4; r++)
         for (int i = 0; i < 2; i++) {
           const int g = lane / 4, place = lane % 4 * 2 + i + (r >> 1) * 8;
-          a[g + (r & 1) * 8][place] = half_value(w.slots[lane].in[r] >> 16 * i);
-          if (r < 2) b[g][lane % 4 * 2 + i + r * 8] = half_value(w.slots[lane].in[4 + r] >> 16 * i);
+          const auto value = [](u32 x) { return BFLOAT ? same_bits<float>(x << 16) : half_value(x); };
+          a[g + (r & 1) * 8][place] = value(w.slots[lane].in[r] >> 16 * i);
+          if (r < 2) b[g][lane % 4 * 2 + i + r * 8] = value(w.slots[lane].in[4 + r] >> 16 * i);
         }
     for (int lane = 0; lane < 32; lane++)
       for (int r = 0; r < 4; r++) {

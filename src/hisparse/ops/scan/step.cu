@@ -24,6 +24,7 @@ constexpr int QUADS = COLUMNS / 4;                 // sums that are told four at
 constexpr int MOST = 32;                           // sequences
 constexpr int EACH = BINS / 256;                   // bins of a thread
 constexpr int ROOTS = BLOCKS * 32 * SETS;          // words of a tile's roots
+constexpr int HELD = 8;                            // rows that a thread holds in registers
 constexpr u32 TOLD = 0x80000000;
 static_assert(WARPS % BLOCKS == 0 && THREADS >= 256 && QUADS <= THREADS, "see plan_step in cuda.py");
 
@@ -116,79 +117,91 @@ __device__ __forceinline__ void hear_totals(const State& state, const Piece& pie
   __syncthreads();
 }
 
-// Four lanes a row, four tiles at a time; lane t of a row keeps the sum of tile t. Leaves the rows' worth in s_worth, and
-// in `to` where that is given; counts their bins.
+// A factor as the sum of three bfloat16, which are as exact as the float32; the g-th, or zero from the fourth on.
+__device__ __forceinline__ float third_of(float x, int g) {
+  const auto head = [](float y) { return __uint_as_float(pack_bfloat(y, 0.f) << 16); };
+  const float second = x - head(x), third = second - head(second);
+  return g == 0 ? head(x) : g == 1 ? head(second) : g == 2 ? third : 0.f;
+}
+
+// Leaves the rows' worth in s_worth, and in `to` where that is given; counts their bins. Roots lie as operands of a matrix
+// product want them: two tiles are its 16 rows, the factors' three parts its columns.
 __device__ __forceinline__ void sum_rows(const Roots& roots, float* s_worth, float* to, const Piece& piece, Tail& s, int base) {
+  constexpr int WORDS = BLOCKS * SETS, STEPS = (WORDS + 1) / 2;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  float factor[BLOCKS][SETS][2];
+  u32 factor[2 * STEPS];
 #pragma unroll
-  for (int k = 0; k < BLOCKS; ++k)
-#pragma unroll
-    for (int i = 0; i < SETS; ++i) {
-      factor[k][i][0] = s.factor[k * PC + i * 8 + 2 * t];
-      factor[k][i][1] = s.factor[k * PC + i * 8 + 2 * t + 1];
-    }
+  for (int w = 0; w < 2 * STEPS; ++w) {
+    const float* from = s.factor + w / SETS * PC + w % SETS * 8 + 2 * t;
+    factor[w] = w < WORDS ? pack_bfloat(third_of(from[0], g), third_of(from[1], g)) : 0;
+  }
   const int n = piece.end - piece.first;
-#pragma unroll 1
-  for (int tile = warp * 4; tile < n; tile += WARPS * 4) {
-    float mine = 0.f;
+#pragma unroll 2
+  for (int tile = warp * 2; tile < n; tile += WARPS * 2) {
+    u32 x[2][2 * STEPS];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32* tile_roots = roots.at(piece.at + min(tile + i, n - 1));
-      float sum = 0.f;
+    for (int i = 0; i < 2; ++i) {
+      const u32* from = roots.at(piece.at + min(tile + i, n - 1)) + lane * SETS;
 #pragma unroll
-      for (int k = 0; k < BLOCKS; ++k) {
-        const u32* from = tile_roots + (k * 32 + lane) * SETS;
-        u32 x[SETS];
+      for (int k = 0; k < BLOCKS; ++k)
         if constexpr (SETS % 4 == 0) {
 #pragma unroll
           for (int j = 0; j < SETS; j += 4) {
-            const uint4 y = ((const uint4*)from)[j / 4];
-            x[j] = y.x, x[j + 1] = y.y, x[j + 2] = y.z, x[j + 3] = y.w;
+            const uint4 y = *(const uint4*)(from + k * (32 * SETS) + j);
+            const int w = k * SETS + j;
+            x[i][w] = y.x, x[i][w + 1] = y.y, x[i][w + 2] = y.z, x[i][w + 3] = y.w;
           }
         } else {
 #pragma unroll
-          for (int j = 0; j < SETS; ++j) x[j] = from[j];
+          for (int j = 0; j < SETS; ++j) x[i][k * SETS + j] = from[k * (32 * SETS) + j];
         }
-#pragma unroll
-        for (int j = 0; j < SETS; ++j) {
-          sum = __fmaf_rn(__int_as_float(x[j] << 16), factor[k][j][0], sum);
-          sum = __fmaf_rn(__int_as_float(x[j] & 0xFFFF0000u), factor[k][j][1], sum);
-        }
-      }
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      if (i == t) mine = sum;
+      if (WORDS % 2) x[i][2 * STEPS - 1] = 0;
     }
+    float sum[4] = {};
+#pragma unroll
+    for (int w = 0; w < 2 * STEPS; w += 2) multiply_bfloat(sum, x[0][w], x[1][w], x[0][w + 1], x[1][w + 1], factor[w], factor[w + 1]);
+    sum[0] += sum[1], sum[2] += sum[3];
+    sum[0] += __shfl_xor_sync(~0u, sum[0], 1), sum[2] += __shfl_xor_sync(~0u, sum[2], 1);
+    const float worth = t ? sum[2] : sum[0];  // lane 0 of a quad has the first tile's row, lane 1 the second's
     const int row = (piece.first + tile + t) * 8 + g;
-    if (tile + t < n && row < piece.rows) {
-      s_worth[(piece.at + tile + t) * 8 + g] = mine;
-      if (!CHOOSE || to) to[row] = mine;
-      if (CHOOSE) atomicAdd(s.bins + find_bin(key_of(mine), base), 1);
+    if (t < 2 && tile + t < n && row < piece.rows) {
+      s_worth[(piece.at + tile + t) * 8 + g] = worth;
+      if (!CHOOSE || to) to[row] = worth;
+      if (CHOOSE) atomicAdd(s.bins + find_bin(key_of(worth), base), 1);
     }
   }
 }
 
 // ---- the choice --------------------------------------------------------------------------------------------------
 
-// Calls take(row, key) for the thread's rows of a piece, in order.
-template <class Take>
-__device__ __forceinline__ void each_row(const float* s_worth, const Piece& piece, Take take) {
-  const int first = piece.first * 8, n = min(piece.end * 8, piece.rows) - first;
-  for (int i = threadIdx.x; i < n; i += THREADS) take(first + i, key_of(s_worth[piece.at * 8 + i]));
-}
+// What a thread has of HELD * THREADS rows of a piece: which of every THREADS-th row are taken, which are candidates (bit e:
+// the e-th), and their entries of the table.
+struct Held {
+  u32 takes, those;
+  int entry[HELD];
 
-// What the thread has of a piece: rows that are taken times 2^16, and candidates. A program has fewer than 2^15 rows.
-__device__ __forceinline__ int count_own(const float* s_worth, const Piece& piece, int least, int next) {
-  int own = 0;
-  each_row(s_worth, piece, [&](int, int key) { own += key >= next ? 1 << 16 : key >= least; });
-  return own;
-}
+  __device__ __forceinline__ void read(const float* s_worth, const Piece& piece, int start, const int* table) {
+    const int first = piece.first * 8, n = min(piece.end * 8, piece.rows) - first;
+    takes = those = 0;
+#pragma unroll
+    for (int e = 0; e < HELD; ++e) {
+      const int i = start + e * THREADS + (int)threadIdx.x, key = i < n ? key_of(s_worth[piece.at * 8 + i]) : -1;
+      if (key >= piece.next) takes |= 1u << e;
+      else if (key >= piece.least) those |= 1u << e;
+      entry[e] = key >= piece.least ? table[first + i] : 0;
+    }
+  }
 
-// The bin at which the budget runs out; and what the program has above it and in it, which it tells the others. Leaves what
-// the threads before this one have.
-__device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits, int budget,
-                                        int base, Tail& s) {
+  // Rows that are taken times 2^16, and candidates: a program has fewer than 2^15 rows.
+  __device__ __forceinline__ int number() const { return __popc(takes) << 16 | __popc(those); }
+};
+
+__device__ __forceinline__ int rows_of(const Piece& piece) { return min(piece.end * 8, piece.rows) - piece.first * 8; }
+
+// The bin at which the budget runs out; and what the program has above it and in it, which it tells the others. Leaves the
+// thread's first rows, and what the threads before this one have.
+__device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits, const int* table,
+                                        int budget, int base, Held& held, Tail& s) {
   const int tid = threadIdx.x;
   int bins[EACH] = {};
   if (tid < 256) {
@@ -201,22 +214,31 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
   }
   const int wanted = min(max(limits ? min(limits[piece.b], budget) : budget, 0), piece.rows);
   const Cut cut = find_cut<THREADS>(bins, wanted, s.desk);
-  const int least = cut.least(base), next = cut.next(base), own = count_own(s_worth, piece, least, next);
+  if (tid == 0) {
+    piece.wanted = wanted, piece.sure = cut.sure, piece.left = cut.left;
+    piece.least = cut.least(base), piece.next = cut.next(base), piece.shared_from = cut.shared_from(), piece.common = cut.common(base);
+  }
+  __syncthreads();
+  int own = 0;
+#pragma unroll 1
+  for (int start = (rows_of(piece) - 1) / (HELD * THREADS) * (HELD * THREADS); start >= 0; start -= HELD * THREADS) {
+    held.read(s_worth, piece, start, table);
+    own += held.number();
+  }
   const int before = sum_before<THREADS>(own, s.desk.scratch);
   if (tid == THREADS - 1) {
     const int takes = before + own >> 16, candidates = before + own & 0xFFFF;
     tell(state.found + blockIdx.x + piece.b, (u64)((u32)candidates | TOLD) << 32 | ((u32)takes | TOLD));
-    piece.wanted = wanted, piece.sure = cut.sure, piece.left = cut.left, piece.candidates = candidates;
-    piece.least = least, piece.next = next, piece.shared_from = cut.shared_from(), piece.common = cut.common(base);
+    piece.candidates = candidates;
   }
   __syncthreads();
   return before;
 }
 
-// Puts the rows that are taken in their places, behind those of earlier programs, and shows the candidates. before: see
-// tell_own. Leaves the number of earlier programs' candidates.
-__device__ __forceinline__ int place_own(const State& state, const float* s_worth, const Piece& piece, int before, const int* table,
-                                         int* rows, int* key, int* place, Tail& s) {
+// Puts the rows that are taken in their places, behind those of earlier programs, and shows the candidates. held, before: see
+// tell_own; is_held: of this piece. Leaves the number of earlier programs' candidates.
+__device__ __forceinline__ int place_own(const State& state, const float* s_worth, const Piece& piece, Held& held, bool is_held,
+                                         int before, const int* table, int* rows, int* key, int* place, Tail& s) {
   const int tid = threadIdx.x, lane = tid & 31;
   int earlier = 0, earlier_left = 0;
   for (int p = piece.begin + tid; p < (int)blockIdx.x; p += THREADS) {
@@ -233,15 +255,20 @@ __device__ __forceinline__ int place_own(const State& state, const float* s_wort
   earlier_left = __reduce_add_sync(~0u, lane < WARPS ? s.desk.count[32 + lane] : 0);
   int to = earlier + (before >> 16), to_left = earlier_left + (before & 0xFFFF);
   const bool few = piece.left <= FEW;
-  each_row(s_worth, piece, [&](int row, int x) {
-    if (x >= piece.next) {
-      rows[to++] = table[row];
-    } else if (x >= piece.least) {
+#pragma unroll 1
+  for (int start = 0; start < rows_of(piece); start += HELD * THREADS) {
+    if (start || !is_held) held.read(s_worth, piece, start, table);
+#pragma unroll
+    for (int e = 0; e < HELD; ++e)
+      if (held.takes >> e & 1) rows[to++] = held.entry[e];
+#pragma unroll 1
+    for (u32 those = held.those; those; those &= those - 1) {
+      const int i = start + (__ffs(those) - 1) * THREADS + tid, row = piece.first * 8 + i, x = key_of(s_worth[piece.at * 8 + i]);
       if (few) tell(state.few + (i64)piece.b * FEW + to_left, (u64)x << 32 | (u32)~row);
       else key[to_left] = x, place[to_left] = row;
       ++to_left;
     }
-  });
+  }
   if (!few) arrive(state.done + piece.b);
   __syncthreads();
   return earlier_left;
@@ -318,7 +345,7 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
         },
         [&](int tile, int, const u32(&result)[SETS]) {
           if (own + tile < room) write_words(roots.near + (own + tile) * ROOTS + (block * 32 + lane) * SETS, result);
-          else write_words(roots.at(own + tile) + (block * 32 + lane) * SETS, result);
+          else write_words(roots.far + (i64)(own + tile) * ROOTS + (block * 32 + lane) * SETS, result);
         });
     add_rows(total, s_total[warp], lane);
     __syncthreads();
@@ -364,16 +391,25 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
   // 3. The choice.
   arrive(state.arrived);
   wait_for_programs(state.arrived, programs);
+  Held held;
   int before = 0;
 #pragma unroll 1
-  for (int i = 0; i < pieces; ++i) before = tell_own(state, s_worth, s_piece[i], limits, budget, base, tail);
+  for (int i = 0; i < pieces; ++i)
+    before = tell_own(state, s_worth, s_piece[i], limits, table + (i64)s_piece[i].b * max_rows, budget, base, held, tail);
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i) {
     Piece& piece = s_piece[i];
     const i64 row = (i64)piece.b * max_rows;
-    if (pieces > 1) before = sum_before<THREADS>(count_own(s_worth, piece, piece.least, piece.next), tail.desk.scratch);
-    const int first =
-        place_own(state, s_worth, piece, before, table + row, rows + (i64)piece.b * budget, key + row, place + row, tail);
+    if (pieces > 1) {
+      int own = 0;
+      for (int start = 0; start < rows_of(piece); start += HELD * THREADS) {
+        held.read(s_worth, piece, start, table + row);
+        own += held.number();
+      }
+      before = sum_before<THREADS>(own, tail.desk.scratch);
+    }
+    const int first = place_own(state, s_worth, piece, held, pieces == 1, before, table + row, rows + (i64)piece.b * budget,
+                                key + row, place + row, tail);
     if (tid == 0) piece.earlier = first;
   }
   __syncthreads();

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hisparse.integrations.vllm.memory import LayerMemory
 
-TOGETHER = 64
+TOGETHER = 256
 """Blocks that are packed at a time."""
 MARK = 64
 """Bytes of a block, its last ones, that tell whether it still holds what it was filled with."""

@@ -31,22 +31,42 @@ constexpr int SUM_ROW = DIM + 4;  // no bank conflicts
 constexpr int SUMS = WARPS * 8 * (SUM_ROW + 2) * 4;
 constexpr int RING = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 
-// Which units a block has. Blocks from `early` on start late, when the kernels ahead leave them a multiprocessor; so the
-// first `ahead` rounds of kept pages are shared by the others. Rows come to all alike, to the last block first.
+// Which units a block has. Blocks from `early` on start late, when the kernels ahead leave them a multiprocessor: the first
+// `ahead` rounds of kept pages are shared by the others. Blocks below `busy` have dense slots to attend to, too: a round before
+// all is shared by the others. Rows come to all alike, to the last block first.
 struct Turns {
-    int own, blocks, early, ahead;
+    int own, blocks, busy, early, ahead;
     __device__ inline int kept(int n) const {
-        const int rounds = own < early ? ahead : 0;
-        return n < rounds ? n * early + own : ahead * early + (n - rounds) * blocks + own;
+        const int free = early - busy, first = own >= busy && own < early, rounds = own < early ? ahead : 0;
+        n -= first;
+        if (n < 0) return own - busy;
+        return n < rounds ? free + n * early + own : free + ahead * early + (n - rounds) * blocks + own;
     }
     __device__ inline int rows(int n) const { return (n + 1) * blocks - 1 - own; }
+    __device__ inline int unit(bool of_rows, int n) const { return of_rows ? rows(n) : kept(n); }
+    // How many of `units` are the block's.
+    __device__ inline int number(bool of_rows, int units) const {
+        if (of_rows) return (units + own) / blocks;
+        const int free = early - busy, first = own >= busy && own < early && own - busy < units;
+        const int together = units - free - own, apart = together - ahead * early;
+        const int rounds = own < early ? min((max(together, 0) + early - 1) / early, ahead) : 0;
+        return first + rounds + (max(apart, 0) + blocks - 1) / blocks;
+    }
 };
 
 struct Pages {
     const u8* pool;
     const int *table, *count;  // of the sequence; null: none
     int width, stride;         // entries of the table, bytes from page to page
+    bool rows;
+    __device__ inline int per_unit() const { return PICK(rows, per_unit); }
+    __device__ inline int bytes() const { return PICK(rows, bytes); }
 };
+
+__device__ inline int units_of(bool rows, int count) {
+    const int log = PICK(rows, log);
+    return (int)((((i64)count << log) + UNIT - 1) / UNIT);
+}
 
 // A ring of stages, as all warps see it.
 struct Ring {
@@ -66,23 +86,14 @@ struct Place {
     }
 };
 
-template <int P>
-__device__ inline int units_of(int count) {
-    return (int)(((i64)count * P + UNIT - 1) / UNIT);
-}
-
 // The page that this lane copies for a unit; past the last one that, which is masked later.
-template <int P>
 __device__ inline int read_id(const Pages& pages, int unit, int count) {
-    constexpr int per = Page<P>::per_unit;
-    const int lane = threadIdx.x & 31, i = unit * per + (lane < per ? lane : 0);
+    const int lane = threadIdx.x & 31, per = pages.per_unit(), i = unit * per + (lane < per ? lane : 0);
     return read_fresh(pages.table + (i < count ? i : count - 1));
 }
 
-template <int P>
 __device__ inline void fill(const Pages& pages, int id, int stage, const Ring& ring) {
-    constexpr int per = Page<P>::per_unit, bytes = Page<P>::bytes;
-    const int lane = threadIdx.x & 31;
+    const int lane = threadIdx.x & 31, per = pages.per_unit(), bytes = pages.bytes();
     if (lane == 0) barrier_expect(ring.full + 8 * stage, per * bytes);
     __syncwarp();
     if (lane < per)
@@ -92,27 +103,26 @@ __device__ inline void fill(const Pages& pages, int id, int stage, const Ring& r
 
 // The first STAGES + 1 units, a page a thread, of a unit in as many warps as possible: a warp issues its copies one by one. Ids
 // are read before it is known how many there are; the last one is any that is there, for pages past the end.
-template <int P, class Turn>
-__device__ inline void look_up(int (&ids)[FIRST + 1], const Pages& pages, Turn turn) {
-    constexpr int per = Page<P>::per_unit;
+__device__ inline void look_up(int (&ids)[FIRST + 1], const Pages& pages, const Turns& turns) {
+    const int per = pages.per_unit();
 #pragma unroll
     for (int j = 0; j < FIRST; j++) {
         const int copy = j * THREADS + (threadIdx.x & 31) * WARPS + (threadIdx.x >> 5);
-        const i64 i = (i64)turn(copy / per) * per + copy % per;
+        const i64 i = (i64)turns.unit(pages.rows, copy / per) * per + copy % per;
         ids[j] = copy < (STAGES + 1) * per ? read_fresh(pages.table + (i < pages.width ? i : pages.width - 1)) : 0;
     }
     ids[FIRST] = read_fresh(pages.table);
 }
 
 // Fills the ring, all of which is free, from where it stands on.
-template <int P, class Turn>
-__device__ inline void start(int (&ids)[FIRST + 1], const Pages& pages, int count, Turn turn, int stage, const Ring& ring) {
-    constexpr int per = Page<P>::per_unit, bytes = Page<P>::bytes;
+__device__ inline void start(int (&ids)[FIRST + 1], const Pages& pages, int count, const Turns& turns, int stage,
+                             const Ring& ring) {
+    const int per = pages.per_unit(), bytes = pages.bytes();
 #pragma unroll
     for (int j = 0; j < FIRST; j++) {
         const int copy = j * THREADS + (threadIdx.x & 31) * WARPS + (threadIdx.x >> 5);
-        const int n = copy / per, page = copy % per, unit = turn(n);
-        if (n > STAGES || unit >= units_of<P>(count)) continue;
+        const int n = copy / per, page = copy % per, unit = turns.unit(pages.rows, n);
+        if (n > STAGES || unit >= units_of(pages.rows, count)) continue;
         const int id = unit * per + page < count ? ids[j] : ids[FIRST];
         if (n == STAGES) {
             ring.ids[n % WAITING][page] = id;
@@ -124,27 +134,24 @@ __device__ inline void start(int (&ids)[FIRST + 1], const Pages& pages, int coun
     }
 }
 
-template <int P, class Turn>
-__device__ inline void attend_units(State& s, const Pages& pages, int count, Turn turn, Place& place, const Ring& ring,
-                                    int head, int tile, Masses masses) {
-    constexpr int per = Page<P>::per_unit;
-    const int units = units_of<P>(count), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    if (turn(0) >= units) return;
-    const Places<P> places(head, tile);
+// `number` units; `rest`: tokens of the last one, UNIT or fewer.
+__device__ inline void attend_units(State& s, const Pages& pages, bool rows, int count, const Turns& turns, int number,
+                                    int rest, Place& place, const Ring& ring, int head, int tile, Masses masses) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, per = PICK(rows, per_unit), log = PICK(rows, log);
+    const Places places(rows, head, tile);
 #pragma unroll 1
-    for (int n = 0;; n++) {
-        const int unit = turn(n);
-        if (unit >= units) return;
-        const int left = count * P - unit * UNIT - tile * 16;  // tokens from this warp's tile on
-        const bool more = turn(n + STAGES) < units, ahead = n % WARPS == warp && turn(n + STAGES + 1) < units;
+    for (int n = 0; n < number; n++) {
+        const int left = (n == number - 1 ? rest : UNIT) - tile * 16;  // tokens from this warp's tile on
+        const bool ahead = n + STAGES + 1 < number && n % WARPS == warp;
         int id = 0;
-        if (ahead) id = read_id<P>(pages, turn(n + STAGES + 1), count);
+        if (ahead) id = read_id(pages, turns.unit(rows, n + STAGES + 1), count);
         barrier_wait(ring.full + 8 * place.stage, place.parity);
         if (left > 0)
-            attend_tile<P>(s, places, ring.stages + place.stage * STAGE, tile, left, unit * Page<P>::per_unit, masses);
+            attend_tile(s, places, ring.stages + place.stage * STAGE, tile, left, log,
+                        MASS ? turns.unit(rows, n) * per : 0, masses);
         if (ahead && lane < per) ring.ids[(n + STAGES + 1) % WAITING][lane] = id;
         __syncwarp();
-        if (more) {
+        if (n + STAGES < number) {
             u32 done = 0;
             if (lane == 0)
                 asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
@@ -153,7 +160,7 @@ __device__ inline void attend_units(State& s, const Pages& pages, int count, Tur
                              : "memory");
             if (__shfl_sync(ALL, done, 0) == WARPS - 1) {
                 if (lane == 0) asm volatile("st.shared.u32 [%0], 0;" ::"r"(ring.counters + 4 * place.stage) : "memory");
-                fill<P>(pages, ring.ids[(n + STAGES) % WAITING][lane < per ? lane : 0], place.stage, ring);
+                fill(pages, ring.ids[(n + STAGES) % WAITING][lane < per ? lane : 0], place.stage, ring);
             }
         }
         place.advance();
@@ -234,14 +241,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __shared__ u64 barriers[STAGES];
     __shared__ u32 counters[STAGES];
     __shared__ int waiting[WAITING][PER_UNIT];
+    __shared__ Pages pages[2];  // of either kind
     start_next();  // it waits for the end of this kernel
     const int warp = threadIdx.x >> 5, batch = blockIdx.y, pieces = (dense_slots + DENSE - 1) / DENSE;
-    const Turns turns = {(int)blockIdx.x, (int)gridDim.x, (int)gridDim.x - late, ahead};
-    const auto turn_kept = [&](int n) { return turns.kept(n); };
-    const auto turn_rows = [&](int n) { return turns.rows(n); };
+    const int n_jobs = pieces * HEADS, early_blocks = (int)gridDim.x - late;
+    const Turns turns = {(int)blockIdx.x, (int)gridDim.x, min(n_jobs, max(1, early_blocks / 2)), early_blocks,
+                         ahead};
     const Ring ring = {opaque(shared_address(shared)), opaque(shared_address(barriers)), opaque(shared_address(counters)),
                        waiting};
     if (threadIdx.x == 0) {
+        pages[0] = {kept, kept_table + (i64)batch * kept_width, kept_count + batch, kept_width, kept_stride, false};
+        pages[1] = {rows, rows_table + (i64)batch * rows_width, rows_count + batch, rows_width, rows_stride, true};
         for (int i = 0; i < STAGES; i++) {
             barrier_init(ring.full + 8 * i, 1);
             counters[i] = 0;
@@ -250,28 +260,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     __syncthreads();
     if (!early) wait_for_previous();
-    const Pages kept_pages = {kept, kept_table + (i64)batch * kept_width, kept_count + batch, kept_width, kept_stride};
-    const Pages row_pages = {rows, rows_table + (i64)batch * rows_width, rows_count + batch, rows_width, rows_stride};
     q += (i64)batch * q_batch;
     scaling *= LOG2E;
     const i64 first_query = (i64)batch * HEADS * QUERIES, row = first_query * n_part + pieces + turns.own;
     const bool packed = kept_table || rows_table;
-    // The last of the early blocks take dense slots: kept pages come to the first ones first.
-    const int first_job = turns.own < turns.early ? turns.early - 1 - turns.own : pieces * HEADS;
-    const bool has_dense = first_job < pieces * HEADS;
+    const bool has_dense = turns.own < turns.busy;
     const Queries queries = {q, q_head, order, k_mean, k_scale};
     Place place = {0, 0};
     Requested asked;
-    int ids[FIRST + 1], n_kept = 0, n_rows = 0;
+    int ids[FIRST + 1], n_kept = 0;
     if (kept_table) {
-        look_up<KEPT_P>(ids, kept_pages, turn_kept);
+        look_up(ids, pages[0], turns);
         n_kept = kept_count[batch];
     }
     if (packed && !has_dense) asked.request(queries, warp);
-    if (kept_table) start<KEPT_P>(ids, kept_pages, n_kept, turn_kept, 0, ring);
+    if (kept_table) start(ids, pages[0], n_kept, turns, 0, ring);
     float* weights = (float*)(shared + RING);
     if (has_dense) {
-        for (int job = first_job; job < pieces * HEADS; job += turns.early) {
+        for (int job = turns.own; job < n_jobs; job += turns.busy) {
             const int head = job % HEADS, piece = job / HEADS, first = piece * DENSE;
             const i64 at = (i64)batch * dense_batch + (i64)head * dense_head + (i64)first * dense_token;
             const i64 to = (first_query + head * QUERIES) * n_part + piece;
@@ -294,18 +300,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         copy4(v_stats + 4 * (HEADS * DIM + i), v_mean + i);
     }
     const i64 first = first_query + head * QUERIES;
-    bool some = turns.kept(0) < units_of<KEPT_P>(n_kept);
-    attend_units<KEPT_P>(s, kept_pages, n_kept, turn_kept, place, ring, head, tile,
-                         {kept_mass + first * kept_width, kept_width});
-    if (rows_table) {
+    bool some = false;
+    int count = n_kept;
+    Masses masses = {kept_mass + first * kept_width, kept_width};
+#pragma unroll 1
+    for (bool second = false;; second = true) {
+        const int units = units_of(second, count), number = turns.number(second, units);
+        if (number) {
+            const int spare = units * UNIT - (count << (second ? Page<ROWS_P>::log : Page<KEPT_P>::log));
+            const int rest = turns.unit(second, number - 1) == units - 1 ? UNIT - spare : UNIT;
+            attend_units(s, pages[second], second, count, turns, number, rest, place, ring, head, tile, masses);
+            some = true;
+        }
+        if (second || !rows_table) break;
         wait_for_previous();
-        look_up<ROWS_P>(ids, row_pages, turn_rows);
-        n_rows = read_fresh(row_pages.count);
+        masses = {rows_mass + first * rows_width, rows_width};
+        look_up(ids, pages[1], turns);
+        count = read_fresh(rows_count + batch);
         __syncthreads();  // every stage is free
-        start<ROWS_P>(ids, row_pages, n_rows, turn_rows, place.stage, ring);
-        some |= turns.rows(0) < units_of<ROWS_P>(n_rows);
-        attend_units<ROWS_P>(s, row_pages, n_rows, turn_rows, place, ring, head, tile,
-                             {rows_mass + first * rows_width, rows_width});
+        start(ids, pages[1], count, turns, place.stage, ring);
     }
     wait_copies();
     if (some) write_part(s, (float*)shared, weights, head, tile, part + row * DIM, part_lse + row, n_part);

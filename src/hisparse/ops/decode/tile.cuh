@@ -23,8 +23,11 @@ struct Page {
     static constexpr int v_scales = k_scales + aligned(HEADS * GROUPS * 4);
     static constexpr int bytes = v_scales + aligned(HEADS * GROUPS * 4);
     static constexpr int per_unit = UNIT / P;
+    static constexpr int log = P == 4 ? 2 : P == 8 ? 3 : P == 16 ? 4 : P == 32 ? 5 : 6;
+    static_assert(1 << log == P, "pages of 4, 8, 16, 32 or 64 tokens");
     static_assert(UNIT % P == 0, "a stage holds whole pages");
 };
+constexpr int SCALES = aligned(HEADS * GROUPS * 4);  // from K's to V's
 constexpr int KEPT_STAGE = Page<KEPT_P>::bytes * Page<KEPT_P>::per_unit;
 constexpr int ROWS_STAGE = Page<ROWS_P>::bytes * Page<ROWS_P>::per_unit;
 constexpr int STAGE = KEPT_STAGE > ROWS_STAGE ? KEPT_STAGE : ROWS_STAGE;
@@ -48,52 +51,64 @@ struct Masses {
     int width;
 };
 
-// Where a thread finds its share of a tile, as offsets into a stage. A thread's second row is eight tokens further on.
-template <int P>
-struct Places {
-    using F = Page<P>;
-    // Bytes from a token to the one eight tokens on, in a field of `width` bytes a token.
-    __host__ __device__ static constexpr int further(int width) { return P >= 16 ? 8 * width : 8 / P * F::bytes; }
-    u32 k, k_extra, scales, v, v_extra;
+// A choice between kept pages and rows: a constant where they are alike.
+__device__ inline int pick(bool rows, int kept_value, int rows_value) { return rows ? rows_value : kept_value; }
+#define PICK(rows, field) pick(rows, Page<KEPT_P>::field, Page<ROWS_P>::field)
 
-    __device__ inline Places(int head, int tile) {
+// Where a thread finds its share of a tile, as offsets into a stage; `far`: from there to its second row, eight tokens further
+// on, in a field of so many bytes a token. The same code serves both kinds of page: code that a block runs through for the
+// first time is slow.
+struct Places {
+    u32 k, k_extra, scales, v, v_extra;
+    u32 far_nibbles, far_extra, far_scales;
+
+    // From a token to the one eight tokens on.
+    template <int P>
+    __host__ __device__ static constexpr int further(int width) {
+        return P >= 16 ? 8 * width : 8 / P * Page<P>::bytes;
+    }
+
+    __device__ inline Places(bool rows, int head, int tile) {
         const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-        const int token = tile * 16 + g, page = token / P * F::bytes, row = head * P + token % P;
+        const int bytes = PICK(rows, bytes), log = PICK(rows, log), in_page = (1 << log) - 1;
+        far_nibbles = pick(rows, further<KEPT_P>(DIM / 2), further<ROWS_P>(DIM / 2));
+        far_extra = pick(rows, further<KEPT_P>(EXTRA), further<ROWS_P>(EXTRA));
+        far_scales = pick(rows, further<KEPT_P>(0), further<ROWS_P>(0));
+        const int token = tile * 16 + g, page = (token >> log) * bytes, row = (head << log) + (token & in_page);
         k = opaque(page + row * (DIM / 2) + 8 * t);
-        k_extra = opaque(page + F::k_extra + row * EXTRA + (DIM == 64 ? 0 : DIM == 128 ? 8 * (t & 1) : 8 * t));
-        scales = opaque(page + head * GROUPS * 4);
+        k_extra = opaque(page + PICK(rows, k_extra) + row * EXTRA + (DIM == 64 ? 0 : DIM == 128 ? 8 * (t & 1) : 8 * t));
+        scales = opaque(page + PICK(rows, k_scales) + head * GROUPS * 4);
         // V is read transposed: every eight lanes name the rows of one 8 x 16-byte matrix.
         const int matrix = lane >> 3, other = tile * 16 + (lane & 7);
         const int half = DIM == 64 ? matrix >> 1 : 0, piece = DIM == 64 ? matrix & 1 : matrix;
-        v = opaque(other / P * F::bytes + F::v_nibbles + (head * P + other % P) * (DIM / 2) + half * further(DIM / 2) + 16 * piece);
+        const int from = (other >> log) * bytes, line = (head << log) + (other & in_page);
+        v = opaque(from + PICK(rows, v_nibbles) + line * (DIM / 2) + half * far_nibbles + 16 * piece);
         if (DIM == 64) {
             const int own = tile * 16 + 2 * t;
-            v_extra = opaque(own / P * F::bytes + F::v_extra + (head * P + own % P) * EXTRA + 2 * (g & 3));
+            v_extra = opaque((own >> log) * bytes + PICK(rows, v_extra) + ((head << log) + (own & in_page)) * EXTRA + 2 * (g & 3));
         } else {
             const int which = DIM == 128 ? matrix & 1 : matrix >> 1, part = DIM == 128 ? 0 : matrix & 1;
-            v_extra = opaque(other / P * F::bytes + F::v_extra + (head * P + other % P) * EXTRA + which * further(EXTRA) + 16 * part);
+            v_extra = opaque(from + PICK(rows, v_extra) + line * EXTRA + which * far_extra + 16 * part);
         }
     }
 };
 
-template <int P>
-__device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage, int tile, int valid, int first_page,
-                                   Masses masses) {
-    using F = Page<P>;
+__device__ inline void attend_tile(State& s, const Places& places, u32 stage, int tile, int valid, int page_log,
+                                   int first_page, Masses masses) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     // -- Loads: K, V and their steps and zeros -----------------------------------------------------------------------
     u32 extra[2][2], keys[PARTS][2][2], k_scales[2][GROUPS], v_scales[2][GROUPS];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const u32 k = stage + places.k + r * Places<P>::further(DIM / 2);
+        const u32 k = stage + places.k + r * places.far_nibbles;
 #pragma unroll
         for (int part = 0; part < PARTS; part++) load2(keys[part][r], k + part * 32);
-        if (K_BITS == 5) load2(extra[r], stage + places.k_extra + r * Places<P>::further(EXTRA));
-        const u32 scales = stage + places.scales + (P >= 16 ? 0 : r * Places<P>::further(0));
+        if (K_BITS == 5) load2(extra[r], stage + places.k_extra + r * places.far_extra);
+        const u32 scales = stage + places.scales + r * places.far_scales;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
-            k_scales[r][group] = load1(scales + F::k_scales + group * 4);
-            v_scales[r][group] = load1(scales + F::v_scales + group * 4);
+            k_scales[r][group] = load1(scales + group * 4);
+            v_scales[r][group] = load1(scales + SCALES + group * 4);
         }
     }
     const int shift = DIM == 64 ? 2 * t : DIM == 128 ? 2 * (t >> 1) : 0;
@@ -139,7 +154,7 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
 #pragma unroll
             for (int c = 0; c < CHUNKS; c += 4)
                 load_transposed(w[half][c], w[half][c + 1], w[half][(c + 2) % CHUNKS], w[half][(c + 3) % CHUNKS],
-                                stage + places.v + half * Places<P>::further(DIM / 2) + 16 * c);
+                                stage + places.v + half * places.far_nibbles + 16 * c);
     }
     float score[2][2];  // [row][query], log2, relative to the reference
     auto sum_up = [&](const float (&start)[2]) {
@@ -225,17 +240,22 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
             }
     }
 #if MASS
+    // Pages of 4, 8 or 16 tokens.
+    const int lines = page_log < 3 ? 1 << page_log : 8;  // that a page has of the eight that are eight lanes apart
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float sum[2] = {p[0][i], p[1][i]};
-        if (P >= 16) sum[0] += sum[1];
+        if (page_log == 4) sum[0] += sum[1];
 #pragma unroll
-        for (int r = 0; r < (P >= 16 ? 1 : 2); r++) {
+        for (int r = 0; r < 2; r++) {
 #pragma unroll
-            for (int across = 4; across < 4 * (P < 8 ? P : 8); across *= 2)
-                sum[r] += __shfl_xor_sync(ALL, sum[r], across);
-            if (g % (P < 8 ? P : 8) == 0 && g + 8 * r < valid && 2 * t + i < QUERIES)
-                masses.at[(i64)(2 * t + i) * masses.width + first_page + (tile * 16 + g + 8 * r) / P] = (log2_(sum[r]) + s.offset[i] - s.start[i]) / LOG2E;
+            for (int across = 4; across < 32; across *= 2) {
+                const float other = __shfl_xor_sync(ALL, sum[r], across);
+                if (across < 4 * lines) sum[r] += other;
+            }
+            if ((g & (lines - 1)) == 0 && g + 8 * r < valid && 2 * t + i < QUERIES && (r == 0 || page_log < 4))
+                masses.at[(i64)(2 * t + i) * masses.width + first_page + ((tile * 16 + g + 8 * r) >> page_log)] =
+                    (log2_(sum[r]) + s.offset[i] - s.start[i]) / LOG2E;
         }
     }
 #endif
@@ -258,11 +278,10 @@ __device__ inline void attend_tile(State& s, const Places<P>& places, u32 stage,
     if (V_BITS == 5) {
         const u32 at = stage + places.v_extra;
         if (DIM == 64) {
-            constexpr int next = P > 1 ? EXTRA : F::bytes;  // token 2t + 1 lies in the same page
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const u32 from = at + half * Places<P>::further(EXTRA);
-                e[half][0] = (load_half(from) | load_half(from + next) << 16) >> (2 * (g >> 2));
+                const u32 from = at + half * places.far_extra;
+                e[half][0] = (load_half(from) | load_half(from + EXTRA) << 16) >> (2 * (g >> 2));
             }
         } else if (DIM == 128) {
             load_transposed(e[0][0], e[1][0], at);

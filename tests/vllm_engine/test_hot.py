@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_memory import DIM, HEADS, QUERIES, Engine, Request, error, settings_of
+from test_memory import DIM, HEADS, QUERIES, Engine, Request, settings_of
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig, SelectionConfig
 from hisparse.integrations.vllm import hot as module
-from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hot_size, merge_rows, record_rows
+from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hand_out, hot_size, merge_rows, record_rows
 from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.step import row_budget
@@ -65,16 +67,16 @@ def test_a_batch_lists_every_row_once(batch: tuple[list[list[int]], int]) -> Non
     records, number = tables(rows, budget)
     claims = torch.full((BLOCKS * LAYOUT.rows_per_block,), 12345, dtype=torch.int32, device=DEVICE)
     shared = torch.tensor([5, 7], device=DEVICE)
-    merged = merge_rows(records, number, claims, shared)
+    merged = merge_rows(records, number, claims, shared, len(rows) * budget)
     rows = [records_of(request) for request in rows]
     every = {row for request in rows for row in request}
     assert int(merged.number) == len(every)
     listed = merged.rows[0, : len(every)].tolist()
     assert sorted(listed) == sorted(every)
-    rank = merged.rank.view(len(rows), budget).tolist()
+    names = 1000 + merged.rows  # slots, were they fetched
+    table = hand_out(names, merged.rank, records, number, claims).tolist()
     for i, request in enumerate(rows):
-        assert [listed[place] for place in rank[i][: len(request)]] == request
-        assert set(rank[i][len(request) :]) <= {0}
+        assert table[i][: len(request)] == [1000 + row for row in request]
     entries = sum(map(len, rows))
     assert shared.tolist() == [5 + sum(map(bool, rows)) - 1, 7 + entries - len(every)]
 
@@ -85,7 +87,7 @@ def small_buffer(slots: int, budget: int, requests: int) -> tuple[HotRows, HostR
     made = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
     pool = torch.empty(made.shape, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda").copy_(made)
     records = BLOCKS * LAYOUT.rows_per_block
-    hot = HotRows(HotSize(slots, requests, 0, records), LAYOUT, budget, 2.0, Claims(records, DEVICE), DEVICE)
+    hot = HotRows(HotSize(slots, requests, 0, records), LAYOUT, 2 * budget, requests, Claims(records, DEVICE), DEVICE)
     return hot, record_rows(LAYOUT, pool, BLOCKS, DEVICE), pool[LEAD:]
 
 
@@ -157,8 +159,9 @@ def test_the_buffer_keeps_to_its_share(memory: int, requests: int, factor: float
     if size.slots:
         assert size.requests <= requests
         assert size.requests * budget <= size.slots
-        hot = HotRows(size._replace(rows=1), LAYOUT, budget, factor, Claims(1, CPU), torch.device("meta"))
-        assert all(n * budget <= slots <= size.slots for n, slots in enumerate(hot.searched, 1))
+        each = int(factor * budget)
+        hot = HotRows(size._replace(rows=1), LAYOUT, each, requests, Claims(1, CPU), torch.device("meta"))
+        assert all(min(n * budget, size.slots) <= slots <= size.slots for n, slots in enumerate(hot.searched, 1))
 
 
 class BatchedEngine(Engine):
@@ -168,7 +171,7 @@ class BatchedEngine(Engine):
         super().__init__(config)
         self.budget = row_budget(self.layout, config.selection, 1024)
         size = HotSize(2 * requests * self.budget, requests, 0, 7)  # fewer rows than there are: it has to grow
-        self.hot = HotRows(size, self.layout, self.budget, 2.0, Claims(7, CPU), CPU)
+        self.hot = HotRows(size, self.layout, 2 * self.budget, 4, Claims(7, CPU), CPU)
         blocks = torch.zeros(200, 1, 1, self.layout.block_bytes, dtype=torch.uint8)
         arguments = (self.layout, config, blocks, None, torch.arange(DIM), DIM**-0.5, self.budget, True, self.hot)
         self.memory = LayerMemory(*arguments)
@@ -234,14 +237,37 @@ def test_requests_that_share_blocks_share_rows() -> None:
     assert queries == 60
 
 
-def test_more_requests_than_the_buffer_serves_read_from_the_host() -> None:
-    engine = BatchedEngine(settings_of("host"), 1)
-    requests = [Request(), Request()]
+@given(
+    wants=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), min_size=1, max_size=6),
+    most=st.integers(1, 2000),
+)
+def test_a_step_wants_no_more_rows_than_there_are_slots(wants: list[tuple[int, int]], most: int) -> None:
+    """And otherwise what it wanted; each request its share."""
+    engine = Engine(settings_of("host"))
+    step = engine.step([Request() for _ in wants], [1] * len(wants))
+    wanted, count = (torch.tensor(x, dtype=torch.int32) for x in zip(*wants, strict=True))
+    limited = replace(step, wanted=wanted, row_count=count).limited(most)
+    there = torch.minimum(wanted, count)
+    if int(there.sum()) <= most:
+        assert torch.equal(limited.wanted, there)
+    else:
+        assert most - len(wants) <= int(limited.wanted.sum()) <= most
+        exact = there.double() * most / there.sum()
+        assert bool(((exact - limited.wanted) <= 1 + 1e-9).all())
+
+
+def test_more_requests_than_the_buffer_was_made_for() -> None:
+    """They recall less each, and what they recall is right."""
+    engine = BatchedEngine(settings_of("host", selection={"min_tokens": 96, "root_factor": 0.0}), 1)
+    requests = [Request() for _ in range(5)]
     for request in requests:
         engine.read(request, 200)
-    before = int(engine.memory.recalled)
-    found, _, expected = engine.both(requests)
-    assert error(found, expected) < 0.05
-    assert int(engine.hot.counts().sum()) == 0
-    assert int(engine.memory.recalled) > before
-    assert found.shape == (2, QUERIES, DIM)
+    make, slots = engine.step, engine.hot.size.slots
+    engine.step = lambda requests, new: make(requests, new).limited(slots)  # type: ignore[method-assign]
+    for _ in range(3):
+        found, unbuffered, _ = engine.both(requests)
+        assert torch.equal(found, unbuffered)
+        assert found.shape == (5, QUERIES, DIM)
+    hits, misses, shared, _ = engine.hot.counts().tolist()
+    assert hits > 0
+    assert 3 * (slots - 5) <= hits + misses + shared <= 3 * slots < 3 * 5 * engine.budget

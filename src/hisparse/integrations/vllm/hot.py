@@ -29,8 +29,8 @@ BOOKS = 8
 
 
 class Merged(NamedTuple):
-    """Rows of a batch, each once: rows int32 [1, n], of which the first number int32 [1] count; rank int64 [n], where
-    the row of each entry of the batch is among them (0 for entries that do not count)."""
+    """Rows of a batch, each once: rows int32 [1, n], of which the first number int32 [1] count; rank int32 [entries],
+    where among them the row of an entry is, for the entries that claimed one."""
 
     rows: Tensor
     number: Tensor
@@ -74,18 +74,20 @@ class Claims:
 
 
 class HotRows:
-    """The hot buffer of one layer. budget: rows that a request recalls at most."""
+    """The hot buffer of one layer. each: slots that a step searches for each of its requests; requests: most of a step.
+
+    A step may not want more rows than there are slots (`Step.limited`).
+    """
 
     def __init__(
-        self, size: HotSize, layout: BlockLayout, budget: int, factor: float, claims: Claims, device: torch.device
+        self, size: HotSize, layout: BlockLayout, each: int, requests: int, claims: Claims, device: torch.device
     ) -> None:
         self.size, self.claims = size, claims
         self.all = HotBuffer.empty((size.slots,), layout.row.page_bytes, size.rows, device)
-        # A batch of n requests replaces rows in the first searched[n - 1] slots.
-        self.searched = [min(size.slots, int(factor * budget) * n) for n in range(1, size.requests + 1)]
+        # A step of n requests replaces rows in the first searched[n - 1] slots.
+        self.searched = [min(size.slots, each * n) for n in range(1, requests + 1)]
         self.searched[-1:] = [size.slots]
-        bounds = torch.tensor([[0, slots] for slots in self.searched], dtype=torch.int32)
-        self.bounds = bounds.to(device)
+        self.bounds = torch.tensor([[0, slots] for slots in self.searched], dtype=torch.int32).to(device)
         self.shared = torch.zeros(2, dtype=torch.int64, device=device)
         """Queries beyond one a step, and entries whose row another request of the step had asked for as well."""
 
@@ -93,10 +95,6 @@ class HotRows:
         """Room for row numbers below `rows`. Not between steps that a CUDA graph has captured."""
         self.all = self.all.with_rows(rows)
         self.claims.ensure(rows)
-
-    def serves(self, requests: int) -> bool:
-        """True where a step of so many requests fits, whatever they recall."""
-        return requests <= self.size.requests
 
     def bring(self, source: HostRows, records: Tensor, number: Tensor, early: bool = False) -> Tensor:
         """Bring the rows of records int32 [B, n] into the buffer, of each request the first number int32 [B].
@@ -107,16 +105,19 @@ class HotRows:
         batch = len(records)
         if batch == 1:
             return fetch_rows(self._for(1), source, records, number, early=early)
-        merged = merge_rows(records, number, self.claims.entries, self.shared)
-        slots = fetch_rows(self._for(batch), source, merged.rows, merged.number)
-        return slots.view(-1).take(merged.rank).view(records.shape)
+        hot, claims = self._for(batch), self.claims.entries
+        width = min(records.numel(), hot.sizes[0])
+        merged = merge_rows(records, number, claims, self.shared, width)
+        slots = fetch_rows(hot, source, merged.rows, merged.number)
+        return hand_out(slots, merged.rank, records, number, claims)
 
     def _for(self, requests: int) -> HotBuffer:
         """The buffer as a step of so many requests sees it."""
-        hot, slots = self.all, self.searched[requests - 1]
+        hot, place = self.all, min(requests, len(self.searched)) - 1
         return HotBuffer(
-            hot.buffer, hot.owner, hot.stamp, hot.slot_of, self.bounds[requests - 1], hot.clock, hot.counters, (slots,)
-        )
+            hot.buffer, hot.owner, hot.stamp, hot.slot_of, self.bounds[place], hot.clock, hot.counters,
+            (self.searched[place],),
+        )  # fmt: skip
 
     def forget(self, rows: Tensor) -> None:
         """The rows of records int32 [n] are written anew: what the buffer has of them is stale."""
@@ -151,28 +152,43 @@ def record_rows(layout: BlockLayout, pool: Tensor, blocks: int, device: torch.de
     return HostRows(segments, addresses, layout.rows_per_block, layout.row.page_bytes)  # type: ignore[arg-type]
 
 
-def merge_rows(records: Tensor, number: Tensor, claims: Tensor, shared: Tensor) -> Merged:
-    """The rows that a batch wants, each once.
+def merge_rows(records: Tensor, number: Tensor, claims: Tensor, shared: Tensor, width: int) -> Merged:
+    """The rows that a batch wants, each once; no more than `width`.
 
     records: int32 [B, n], of each request the first number int32 [B], none of them twice in one request. claims: int32
-    [rows], whose content before does not matter and after is of no use. shared: int64 [2], counted up: see `HotRows`.
+    [rows], whose content before does not matter; after it says which entry stands for a row. shared: int64 [2], counted
+    up: see `HotRows`.
     """
     if backend_for("fetch", records.device) != "reference":
         from hisparse.integrations.vllm.kernels import merge_rows as kernel
 
-        return Merged(*kernel(records, number, claims, shared))
-    there = (torch.arange(records.shape[1], device=records.device) < number[:, None]).flatten()
-    entry = there.nonzero().flatten()
+        return Merged(*kernel(records, number, claims, shared, width))
+    entry = _entries(records, number)
     row = records.flatten()[entry].long()
     claims[row] = entry.int()
-    first = claims[row].long()
-    own = first == entry
-    place = own.cumsum(0) - 1
-    where = torch.zeros(records.numel(), dtype=torch.int64, device=records.device)
-    where[entry[own]] = place[own]
-    rank = torch.zeros_like(where)
-    rank[entry] = where[first]
-    rows = records.new_zeros(1, records.numel())
-    rows[0, : int(own.sum())] = row[own].int()
+    own = claims[row] == entry
+    rows, rank = records.new_zeros(1, width), records.new_zeros(records.numel())
+    listed = int(own.sum())
+    rows[0, :listed] = row[own].int()
+    rank[entry[own]] = torch.arange(listed, dtype=torch.int32, device=records.device)
     shared += torch.stack([(number > 0).sum() - 1, (~own).sum()])
     return Merged(rows, own.sum(dtype=torch.int32)[None], rank)
+
+
+def hand_out(slots: Tensor, rank: Tensor, records: Tensor, number: Tensor, claims: Tensor) -> Tensor:
+    """Slots int32 [B, n] of each request's rows, from those of the merged ones, int32 [1, n]; see `merge_rows`."""
+    if backend_for("fetch", records.device) != "reference":
+        from hisparse.integrations.vllm.kernels import hand_out as kernel
+
+        found: Tensor = kernel(slots, rank, records, number, claims)
+        return found
+    entry = _entries(records, number)
+    table = torch.zeros_like(records).flatten()
+    table[entry] = slots[0][rank[claims[records.flatten()[entry].long()].long()].long()]
+    return table.view(records.shape)
+
+
+def _entries(records: Tensor, number: Tensor) -> Tensor:
+    """Numbers of the entries that count, int64."""
+    there = torch.arange(records.shape[1], device=records.device) < number[:, None]
+    return there.flatten().nonzero().flatten()

@@ -9,69 +9,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.ops.scan.kernels import INTERPRET, bound
-
-TILE = 4096
-"""Most entries that a program looks at at once."""
+TILE = 1024
+"""Most entries of a request that a program looks at."""
 
 
 @triton.jit
-def _entry(p_record, p_number, i_entry, entries, budget):
-    """Row of each entry of the batch, and whether the entry counts."""
-    i_batch = i_entry // budget
-    number = tl.load(p_number + i_batch, mask=i_entry < entries, other=0)
-    there = (i_entry < entries) & (i_entry - i_batch * budget < number)
-    return tl.load(p_record + i_entry, mask=there, other=0), there
+def _entry(p_record, p_number, budget, TILE: tl.constexpr):
+    """Numbers of a program's entries of one request, which of them count, and their rows."""
+    i_batch = tl.program_id(1)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    m_entry = at < tl.minimum(tl.load(p_number + i_batch), budget)
+    i_entry = i_batch * budget + at
+    return i_entry, m_entry, tl.load(p_record + i_entry, mask=m_entry, other=0)
 
 
 @triton.jit
-def _merge(
-    p_record, p_number, p_claim, p_row, p_total, p_rank, p_shared, batch, budget,
-    TILE: tl.constexpr, BATCH: tl.constexpr,
-):  # fmt: skip
-    """One program. Every entry claims its row; of the entries that share a row the one whose claim stands is listed."""
-    i = tl.arange(0, TILE)
-    entries = batch * budget
-    for at in range(0, bound(entries), TILE):
-        row, there = _entry(p_record, p_number, at + i, entries, budget)
-        tl.store(p_claim + row, at + i, mask=there)
-    tl.debug_barrier()  # claims are read by other threads
-    total = 0
-    wanted = 0
-    for at in range(0, bound(entries), TILE):
-        row, there = _entry(p_record, p_number, at + i, entries, budget)
-        own = there & (tl.load(p_claim + row, mask=there, other=-1) == at + i)
-        place = total + tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(p_row + place, row, mask=own)
-        tl.store(p_rank + at + i, place.to(tl.int64), mask=own)
-        total += tl.sum(own.to(tl.int32), 0)
-        wanted += tl.sum(there.to(tl.int32), 0)
-    tl.debug_barrier()  # so are ranks
-    for at in range(0, bound(entries), TILE):
-        row, there = _entry(p_record, p_number, at + i, entries, budget)
-        first = tl.load(p_claim + row, mask=there, other=0)
-        rank = tl.load(p_rank + first, mask=there, other=0)
-        other = (at + i < entries) & ((first != at + i) | (there == 0))
-        tl.store(p_rank + at + i, rank, mask=other)
-    tl.store(p_total, total)
-    i_batch = tl.arange(0, BATCH)
-    number = tl.load(p_number + i_batch, mask=i_batch < batch, other=0)
-    queries = tl.sum((number > 0).to(tl.int32), 0)
-    tl.store(p_shared, tl.load(p_shared) + queries - 1)
-    tl.store(p_shared + 1, tl.load(p_shared + 1) + wanted - total)
+def _claim(p_record, p_number, p_claim, p_total, p_shared, budget, TILE: tl.constexpr):
+    """Every entry claims its row; the last one to write has it."""
+    i_entry, m_entry, row = _entry(p_record, p_number, budget, TILE)
+    tl.store(p_claim + row, i_entry, mask=m_entry)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(p_total, 0)
+        tl.store(p_shared, tl.load(p_shared) - 1)  # of the step's queries one is counted by the buffer's clock
 
 
-def merge_rows(records: Tensor, number: Tensor, claims: Tensor, shared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`hisparse.integrations.vllm.hot.merge_rows`."""
+@triton.jit
+def _list(p_record, p_number, p_claim, p_total, p_shared, p_row, p_rank, budget, width, TILE: tl.constexpr):
+    """Entries that have their row list it. Programs take their places as they come."""
+    i_entry, m_entry, row = _entry(p_record, p_number, budget, TILE)
+    own = m_entry & (tl.load(p_claim + row, mask=m_entry, other=-1) == i_entry)
+    count = own.to(tl.int32)
+    listed = tl.sum(count, 0)
+    others = tl.sum(m_entry.to(tl.int32), 0) - listed
+    first = tl.atomic_add(p_total, listed)
+    place = first + tl.cumsum(count, 0) - 1
+    tl.store(p_row + place, row, mask=own & (place < width))
+    tl.store(p_rank + i_entry, place, mask=own)
+    if others > 0:
+        tl.atomic_add(p_shared + 1, others.to(tl.int64))
+    if (tl.program_id(0) == 0) & (listed + others > 0):
+        tl.atomic_add(p_shared, 1)
+
+
+@triton.jit
+def _hand_out(p_record, p_number, p_claim, p_rank, p_slot, p_table, budget, TILE: tl.constexpr):
+    """Every entry gets the slot of the entry that has its row."""
+    i_entry, m_entry, row = _entry(p_record, p_number, budget, TILE)
+    first = tl.load(p_claim + row, mask=m_entry, other=0)
+    rank = tl.load(p_rank + first, mask=m_entry, other=0)
+    tl.store(p_table + i_entry, tl.load(p_slot + rank, mask=m_entry, other=0), mask=m_entry)
+
+
+def _grid(records: Tensor) -> tuple[tuple[int, int], int]:
+    """Programs, and entries of each."""
     batch, budget = records.shape
-    records = records.contiguous()
-    rows = torch.empty(1, batch * budget, dtype=torch.int32, device=records.device)
+    tile = min(TILE, max(128, triton.next_power_of_2(budget)))
+    return (triton.cdiv(budget, tile), batch), tile
+
+
+def merge_rows(
+    records: Tensor, number: Tensor, claims: Tensor, shared: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`hisparse.integrations.vllm.hot.merge_rows`."""
+    grid, tile = _grid(records)
+    records, budget = records.contiguous(), records.shape[1]
+    rows = torch.empty(1, width, dtype=torch.int32, device=records.device)
     total = torch.empty(1, dtype=torch.int32, device=records.device)
-    rank = torch.empty(batch * budget, dtype=torch.int64, device=records.device)
-    tile = min(TILE, max(128, triton.next_power_of_2(batch * budget)))
-    options = {} if INTERPRET else {"num_warps": max(4, tile // 256)}
-    _merge[(1,)](
-        records, number, claims, rows, total, rank, shared, batch, budget, tile,
-        triton.next_power_of_2(batch), **options,
-    )  # fmt: skip
+    rank = torch.empty(records.numel(), dtype=torch.int32, device=records.device)
+    _claim[grid](records, number, claims, total, shared, budget, tile)
+    _list[grid](records, number, claims, total, shared, rows, rank, budget, width, tile)
     return rows, total, rank
+
+
+def hand_out(slots: Tensor, rank: Tensor, records: Tensor, number: Tensor, claims: Tensor) -> Tensor:
+    """See :func:`hisparse.integrations.vllm.hot.hand_out`."""
+    grid, tile = _grid(records)
+    records = records.contiguous()
+    table = torch.empty_like(records)
+    _hand_out[grid](records, number, claims, rank, slots, table, records.shape[1], tile)
+    return table

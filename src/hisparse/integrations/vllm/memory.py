@@ -221,7 +221,7 @@ class LayerMemory:
     def _bring(self, chosen: Chosen, early: bool) -> Pages:
         """Pages of the chosen rows: in the hot buffer, or where they lie. early: see `fetch_rows`."""
         fmt = self.layout.row
-        if self.records is not None and self.hot is not None and self.hot.serves(len(chosen.rows)):
+        if self.records is not None and self.hot is not None:
             table = self.hot.bring(self.records, chosen.rows, chosen.number, early)
             return Pages(self.hot.all.buffer, table, chosen.number, fmt)
         self.recalled += chosen.number.sum()

@@ -141,8 +141,8 @@ class Runtime:
             )
         if size.slots:
             logger.info(
-                "HiSparse: hot buffers of %d rows a layer, %.1f MiB in all, for steps of up to %d requests; larger "
-                "steps read all their rows from host memory",
+                "HiSparse: hot buffers of %d rows a layer, %.1f MiB in all: a step recalls no more than that, which "
+                "%d requests of the greatest length reach",
                 size.slots,
                 size.bytes * self.number_of_layers / 2**20,
                 size.requests,
@@ -165,7 +165,8 @@ class Runtime:
         if self.hot_size.slots:
             budget = row_budget(self.layout, self.config.selection, self.context)
             device, factor = self.claims.entries.device, self.config.selection.hot_factor
-            hot = HotRows(self.hot_size, self.layout, budget, factor, self.claims, device)
+            requests = int(self.vllm_config.scheduler_config.max_num_seqs)
+            hot = HotRows(self.hot_size, self.layout, int(factor * budget), requests, self.claims, device)
             cache = self.vllm_config.cache_config
             if cache.kv_cache_memory_bytes:
                 cache.kv_cache_memory_bytes -= self.hot_size.bytes
@@ -241,7 +242,7 @@ class Runtime:
         metadata.pages, metadata.ring, metadata.tokens = pages, ring, begins[-1]
         metadata.step = step
         if int(common.max_query_len) == 1 and self.static:
-            metadata.single = self._fixed(step)
+            metadata.single = self._fixed(self._limited(step))
             self._note_full(metadata, [row for row in range(requests) if begins[row + 1] > begins[row]], ends)
             return
         packed = step.packed.tolist()
@@ -254,9 +255,13 @@ class Runtime:
                 metadata.chunks.append(Chunk(row, start, end, ends[row] - (end - start), packed[row]))
         if rows:
             index = torch.tensor(rows, device=pages.device)
-            metadata.single = step.select(index).narrowed()
+            metadata.single = self._limited(step.select(index)).narrowed()
             metadata.singles = torch.tensor([begins[row] for row in rows], device=pages.device)
             self._note_full(metadata, rows, ends)
+
+    def _limited(self, step: Step) -> Step:
+        """The step with no more rows wanted than a hot buffer holds."""
+        return step.limited(self.hot_size.slots) if self.hot_size.slots else step
 
     def _fixed(self, step: Step) -> Step:
         """The step where CUDA graphs of decode steps expect it."""

@@ -83,6 +83,12 @@ class Step:
             made[field.name] = Place(empty(x.block), empty(x.slot)) if isinstance(x, Place) else empty(x)
         return Step(**made)
 
+    def limited(self, most: int) -> Step:
+        """The same with no more than `most` rows wanted in all: where requests want more, each gets its share of it."""
+        wanted = torch.minimum(self.wanted, self.row_count)
+        share = (most / wanted.sum().clamp_min(1).double()).clamp_max(1.0)
+        return replace(self, wanted=(wanted * share).floor().int())
+
     def narrowed(self) -> Step:
         """The same without columns that no request uses. Waits for the device: for the CPU, and for steps that read the
         tables on the host anyway."""

@@ -18,6 +18,7 @@ from hisparse.ops._dispatch import backend_for
 from hisparse.ops.attend import Packed, attend, attend_recalled, select_for_chunk
 from hisparse.ops.decode import Pages, decode_attention, reserve
 from hisparse.ops.fetch import HostRows, store_rows
+from hisparse.ops.fetch.pinned import pinned_rows
 from hisparse.ops.pack import pack_pages
 from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.select import select_rows
@@ -382,7 +383,7 @@ def host_pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, 
         return pool, pool
     from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-    pinned = torch.zeros(rows, row_bytes, dtype=torch.uint8, pin_memory=True)
+    pinned = pinned_rows(rows, row_bytes)
     return get_accelerator_view_from_cpu_tensor(pinned), pinned
 
 

@@ -35,6 +35,18 @@ def pinned_rows(rows: int, row_bytes: int) -> Tensor:
     try:
         memory = mmap.mmap(-1, size)
     except OSError as error:
+        amount = f"{size / 2**30:.1f} GiB of host memory for rows"
+        raise InputError(f"{amount}: {error}; let fewer rows be set aside") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    address = flat.data_ptr()
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        list(threads.map(lambda at: ctypes.memset(address + at, 0, min(SLICE, size - at)), range(0, size, SLICE)))
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cuda.cudaHostRegister(address, size, _PORTABLE_AND_MAPPED))
+    if code:
         amount = f"{size / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {code})"
         raise InputError(f"{amount}; let fewer rows be set aside, or raise the limit of locked memory (ulimit -l)")
     weakref.finalize(memory, _release, cuda, address).atexit = False

@@ -33,15 +33,15 @@ class Tuning:
     """tiles: tiles of 16 tokens that a stage holds, each attended to by one warp a KV head; stages: depth of the copy
     pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift.
 
-    Of a call that starts early: late: blocks that start late, because the kernels ahead have their multiprocessors;
-    ahead: units of kept pages that each of the others can do until the recalled rows are there."""
+    Of a call that starts early: late: blocks that start late, because the fetch has their multiprocessors; ahead: units
+    of kept pages that each of the others can do until the recalled rows are there."""
 
     tiles: int
     stages: int
     blocks: int = 1
     multiply: int = 0
-    late: int = 16
-    ahead: int = 8
+    late: int = 4
+    ahead: int = 12
 
 
 def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:

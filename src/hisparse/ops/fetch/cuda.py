@@ -16,7 +16,7 @@ from hisparse.ops.fetch.types import AGES, HostRows, HotBuffer
 THREADS = 1024
 """Most threads that keep the books of a sequence."""
 MOST_ENTRIES, MOST_SLOTS = 4 * THREADS, 8 * THREADS
-CLUSTER = 8
+CLUSTER = 4
 """Programs a sequence: one keeps the books, each warp of the others brings a row."""
 
 gather_rows = triton.gather_rows

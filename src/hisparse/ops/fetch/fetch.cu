@@ -12,7 +12,7 @@
 typedef unsigned int u32;
 typedef long long i64;
 
-constexpr int CLUSTER = 8;  // programs a sequence
+constexpr int CLUSTER = 4;  // programs a sequence: attention that starts early finds all other multiprocessors free
 constexpr int WARPS = THREADS / 32;
 constexpr int ROOM = THREADS * EACH_ENTRY;
 constexpr int GROUP = VECTORS < 192 ? (VECTORS + 31) / 32 : 6;  // vectors that a lane has on their way

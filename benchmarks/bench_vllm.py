@@ -83,6 +83,8 @@ def start(kv: str, arguments: argparse.Namespace) -> Any:
     options: dict[str, Any] = {"dtype": arguments.dtype, "max_model_len": longest, "seed": 0}
     options.update(max_num_seqs=max(arguments.batch), enable_prefix_caching=bool(arguments.needles))
     options["enforce_eager"] = arguments.eager
+    if arguments.uncompiled:
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if arguments.kv_memory:
         options["kv_cache_memory_bytes"] = arguments.kv_memory
     if arguments.blocks and kv.startswith("hisparse"):
@@ -237,6 +239,7 @@ def main() -> None:
     parser.add_argument("--kv-memory", type=int, help="bytes of the KV pool; on a CPU it has to be given")
     parser.add_argument("--blocks", type=int, help="HiSparse's blocks, where the host pool is what limits them")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
+    parser.add_argument("--uncompiled", action="store_true", help="CUDA graphs of decode steps only: starts sooner")
     parser.add_argument("--claim", action="store_true", help="no prefill: random KV stands for the prompt's")
     parser.add_argument("--drift", type=float, default=0.3, help="of a shape: how much queries differ between tokens")
     parser.add_argument("--needles", nargs="*", type=Path, default=[], help="texts to hide facts in")

@@ -256,6 +256,9 @@ class EmulatedKernel:
     def prefer_shared(self) -> EmulatedKernel:
         return self
 
+    def resident(self, block: int, shared: int = 0) -> int:
+        return 1
+
     def __call__(
         self,
         grid: tuple[int, int, int],

@@ -91,6 +91,7 @@ class Kernel:
         self._function = _check(driver.cuModuleGetFunction(self._module, function.encode()), function)
         self.name = function
         self._shared = 0
+        self._resident: dict[tuple[int, int], int] = {}
         self._divided = False
 
     @property
@@ -117,6 +118,26 @@ class Kernel:
             self._divided = True
         return self
 
+    def _allow_shared(self, size: int) -> None:
+        """Lets programs have `size` bytes of dynamic shared memory; unasked it is 48 KiB less what is static."""
+        if size > self._shared:
+            kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(self._driver.cuFuncSetAttribute(self._function, kind, size), self.name)
+            self._shared = size
+
+    def resident(self, block: int, shared: int = 0) -> int:
+        """How many programs of `block` threads and `shared` bytes a multiprocessor can have at the same time."""
+        key = (block, shared)
+        if key not in self._resident:
+            try:
+                self._allow_shared(shared)
+            except UnsupportedError:  # more than there is
+                self._resident[key] = 0
+                return 0
+            count = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, block, shared)
+            self._resident[key] = int(_check(count, self.name))
+        return self._resident[key]
+
     def __call__(
         self,
         grid: tuple[int, int, int],
@@ -133,10 +154,7 @@ class Kernel:
         that (``griddepcontrol.wait``) before it touches what the kernel ahead touches. together: all programs run at
         the same time or none, so that they can wait for each other; the device must have room for them all.
         """
-        if shared > max(self._shared, 48 * 1024):
-            kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(self._driver.cuFuncSetAttribute(self._function, kind, shared), self.name)
-            self._shared = shared
+        self._allow_shared(shared)
         values: list[int | float] = []
         kinds: list[Any] = []
         for arg in args:

@@ -26,7 +26,7 @@ struct Desk {
 
 // Sum of x over the threads before this one. Barriers inside.
 template <int THREADS>
-__device__ __noinline__ int sum_before(int x, int* scratch) {
+__device__ __forceinline__ int sum_before(int x, int* scratch) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int sum = x;
 #pragma unroll

@@ -183,7 +183,8 @@ def scan_rows(
         worth: Tensor = _fallback().scan_rows(q, codes, scales, table, count, stats, scaling, bits)
         return worth
     scan = _Scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune)
-    return scan.worth() if scan.room is None else scan.step(None, 0, 0, False)[0]
+    whole = scan.step_kernel(False)
+    return scan.worth() if whole is None else scan.step(whole, None, 0, 0, False)[0]
 
 
 def _plan(
@@ -280,7 +281,18 @@ class _Scan:
         )
         return worth
 
-    def step(self, limits: Tensor | None, budget: int, base: int, choose: bool) -> tuple[Tensor, Tensor]:
+    def step_kernel(self, choose: bool) -> Kernel | None:
+        """The kernel that does all; None where its programs cannot all be on the device at the same time."""
+        room = self.room
+        if room is None:
+            return None
+        macros = self._tile_macros(room.warps, self.tune.stages) | {"BINS": BINS, "SHIFT": SHIFT, "CHOOSE": int(choose)}
+        kernel = load_kernel("scan/step.cu", "scan_and_choose", macros, device=self.q.device).prefer_shared()
+        return kernel if kernel.resident(32 * room.warps, room.shared) else None
+
+    def step(
+        self, kernel: Kernel, limits: Tensor | None, budget: int, base: int, choose: bool
+    ) -> tuple[Tensor, Tensor]:
         """Scan and choice in one kernel: rows and their number, or (not `choose`) worth, twice."""
         plan, room, batch, width = self.plan, self.room, self.batch, self.width
         assert room is not None
@@ -294,13 +306,6 @@ class _Scan:
             key, place = self._empty(2, batch, width).unbind()
         else:
             worth = self._empty(batch, width, dtype=torch.float32)
-        macros = {
-            **self._tile_macros(room.warps, self.tune.stages),
-            "BINS": BINS,
-            "SHIFT": SHIFT,
-            "CHOOSE": int(choose),
-        }
-        kernel = load_kernel("scan/step.cu", "scan_and_choose", macros, device=self.q.device).prefer_shared()
         kernel(
             (programs, 1, 1),
             32 * room.warps,
@@ -360,8 +365,9 @@ def scan_and_select(
         return select_top(worth, table, count, budget, wanted, tuning, q.shape[1])
     scan = _Scan(plan, q, codes, scales, table, count, stats, scaling, bits, tune)
     base = lowest_bin(q.shape[1], budget)
-    if scan.room is not None:
-        return Chosen(*scan.step(None if wanted is None else wanted.contiguous(), budget, base, True))
+    whole = scan.step_kernel(True)
+    if whole is not None:
+        return Chosen(*scan.step(whole, None if wanted is None else wanted.contiguous(), budget, base, True))
     histogram = torch.empty(len(table), BINS, dtype=torch.int32, device=q.device)
     worth = scan.worth(histogram, base)
     return _choose(worth, scan.table, scan.count, budget, wanted, histogram, base, tune)

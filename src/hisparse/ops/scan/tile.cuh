@@ -235,8 +235,8 @@ __device__ __forceinline__ void write_words(u32* to, const u32 (&x)[SETS]) {
   }
 }
 
-// Scores the tiles first, first + step, ... below `end` of a sequence. before(): what has to be done when the first rows
-// are on their way; done(tile, row, result): what becomes of the roots. Adds the rows' attention to `total`.
+// Scores the tiles first, first + step, ... below `end` of a sequence. before(): what has to be done when the first tile is
+// on its way; done(tile, row, result): what becomes of the roots. Adds the rows' attention to `total`.
 template <class Before, class Done>
 __device__ __forceinline__ void score_tiles(const Ring& ring, const Sketches& from, const int* table, int n_rows, int first,
                                             int end, int step, Weights& weights, float (&total)[SETS][2], int lane, Before before,
@@ -245,13 +245,14 @@ __device__ __forceinline__ void score_tiles(const Ring& ring, const Sketches& fr
   int ids[STAGES];
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) ids[s] = read_id(table, first + s * step, n_rows, lane);
+  int next = read_id(table, first + STAGES * step, n_rows, lane);
+  // Requests are taken one after the other: those of the first tile only, before there is something else to do.
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
     ring.request(first + s * step < end, s, ids[s], from, lane);
     commit_copies();
+    if (s == 0) before();
   }
-  int next = read_id(table, first + STAGES * step, n_rows, lane);
-  before();
   const u32 words = ring.own + g * STRIDE + t * (4 * I), scales = ring.own + STAGES * STAGE + g * (4 * MARKS);
   int s = 0;
 #pragma unroll 1

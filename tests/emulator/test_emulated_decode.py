@@ -97,13 +97,16 @@ def test_dense_slots_alone(run: Any) -> None:
     check(case, run(case, 1, split="never"))
 
 
-def test_long_shares_in_any_order(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("counts", "rows"), [((160,), (70,)), ((10,), (150,)), ((0,), (190,))], ids=str)
+def test_long_shares_in_any_order(
+    counts: tuple[int, ...], rows: tuple[int, ...], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shares of more stages than the pipeline is deep, warps and copies in different orders: the same result."""
     monkeypatch.setattr(cuda, "_multiprocessors", lambda index: 1)
-    case = make_case(torch.bfloat16, **COMMON, counts=(160,), rows=(70,), lengths=(148,))
+    case = make_case(torch.bfloat16, **COMMON, counts=counts, rows=rows, lengths=(148,))
     want = decode_oracle.expected(case)
     monkeypatch.setattr(decode_oracle, "expected", lambda case: want)
-    for tuning, seeds in ((None, range(3)), (cuda.Tuning(3, 2), range(3, 6))):
+    for tuning, seeds in ((None, range(2)), (cuda.Tuning(3, 2), range(3, 5))):
         for seed in seeds:
             check(case, run(case, seed, tuning=tuning))
 

@@ -114,23 +114,23 @@ __device__ inline void look_up(int (&ids)[FIRST + 1], const Pages& pages, const 
     ids[FIRST] = read_fresh(pages.table);
 }
 
-// Fills the ring, all of which is free, from where it stands on.
+// Fills the ring, which is free from where it stands on, with the block's units from `from` to `to`.
 __device__ inline void start(int (&ids)[FIRST + 1], const Pages& pages, int count, const Turns& turns, int stage,
-                             const Ring& ring) {
+                             const Ring& ring, int from = 0, int to = STAGES + 1) {
     const int per = pages.per_unit(), bytes = pages.bytes();
 #pragma unroll
     for (int j = 0; j < FIRST; j++) {
         const int copy = j * THREADS + (threadIdx.x & 31) * WARPS + (threadIdx.x >> 5);
         const int n = copy / per, page = copy % per, unit = turns.unit(pages.rows, n);
-        if (n > STAGES || unit >= units_of(pages.rows, count)) continue;
+        if (n < from || n >= to || unit >= units_of(pages.rows, count)) continue;
         const int id = unit * per + page < count ? ids[j] : ids[FIRST];
         if (n == STAGES) {
             ring.ids[n % WAITING][page] = id;
             continue;
         }
-        const int to = (stage + n) % STAGES;
-        if (page == 0) barrier_expect(ring.full + 8 * to, per * bytes);
-        bulk_copy(ring.stages + to * STAGE + page * bytes, pages.pool + (i64)id * pages.stride, bytes, ring.full + 8 * to);
+        const int at = (stage + n) % STAGES;
+        if (page == 0) barrier_expect(ring.full + 8 * at, per * bytes);
+        bulk_copy(ring.stages + at * STAGE + page * bytes, pages.pool + (i64)id * pages.stride, bytes, ring.full + 8 * at);
     }
 }
 
@@ -268,13 +268,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Queries queries = {q, q_head, order, k_mean, k_scale};
     Place place = {0, 0};
     Requested asked;
-    int ids[FIRST + 1], n_kept = 0;
+    int ids[FIRST + 1], row_ids[FIRST + 1], n_kept = 0, n_rows = 0;
+    const bool together = !early && rows_table;  // rows take the stages that kept pages leave
     if (kept_table) {
         look_up(ids, pages[0], turns);
         n_kept = kept_count[batch];
     }
+    if (together) {
+        look_up(row_ids, pages[1], turns);
+        n_rows = rows_count[batch];
+    }
     if (packed && !has_dense) asked.request(queries, warp);
     if (kept_table) start(ids, pages[0], n_kept, turns, 0, ring);
+    const int kept_number = turns.number(false, units_of(false, n_kept));
+    if (together && kept_number < STAGES)
+        start(row_ids, pages[1], n_rows, turns, kept_number, ring, 0, STAGES - kept_number);
     float* weights = (float*)(shared + RING);
     if (has_dense) {
         for (int job = turns.own; job < n_jobs; job += turns.busy) {
@@ -315,10 +323,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (second || !rows_table) break;
         wait_for_previous();
         masses = {rows_mass + first * rows_width, rows_width};
+        const int begun = together ? max(STAGES - kept_number, 0) : 0;
+        if (begun && turns.number(true, units_of(true, n_rows)) <= begun) {
+            count = n_rows;
+            continue;
+        }
         look_up(ids, pages[1], turns);
         count = read_fresh(rows_count + batch);
-        __syncthreads();  // every stage is free
-        start(ids, pages[1], count, turns, place.stage, ring);
+        __syncthreads();  // every other stage is free
+        start(ids, pages[1], count, turns, place.stage, ring, begun);
     }
     wait_copies();
     if (some) write_part(s, (float*)shared, weights, head, tile, part + row * DIM, part_lse + row, n_part);

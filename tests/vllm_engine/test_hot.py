@@ -25,9 +25,9 @@ BLOCKS = 6
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["reference", "triton"])
+@pytest.fixture(params=["reference", "triton", *(["cuda"] if DEVICE.type == "cuda" else [])])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "triton":
+    if request.param != "reference":
         pytest.importorskip("hisparse.integrations.vllm.kernels")
     monkeypatch.setenv("HISPARSE_BACKEND", request.param)
     return str(request.param)

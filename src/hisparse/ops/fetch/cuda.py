@@ -55,7 +55,7 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, e
     kernel(
         (CLUSTER, batch, 1),
         threads,
-        [rows, number, table, *books, source.addresses, hot.buffer, budget, early],
+        [rows, number, table, *books, source.addresses, hot.buffer, len(source.segments), budget, early],
         overlap=True,
     )
     return table

@@ -93,14 +93,18 @@ struct Row {
 };
 
 // What the programs beside the first do: a warp a row, in turns.
-__device__ __forceinline__ void bring(const Missing& missing, const i64* addresses, uint4* buffer) {
+__device__ __forceinline__ void bring(const Missing& missing, const i64* addresses, int segments, uint4* buffer) {
   constexpr int MOVERS = (CLUSTER - 1) * WARPS;
   const int first = ((int)blockIdx.x % CLUSTER - 1) * WARPS + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const i64 own = lane < segments ? addresses[lane] : 0;  // of the first 32 segments, read in good time
   sync_cluster();
   const int number = read_first(&missing.number);
   const auto find = [&](int i) {
-    const int row = read_first(missing.row + i);
-    return addresses[row / PER_SEGMENT] + (i64)(row % PER_SEGMENT) * (VECTORS * 16);
+    const int row = read_first(missing.row + i), segment = row / PER_SEGMENT;
+    const u32 low = __shfl_sync(ALL, (u32)own, segment & 31), high = __shfl_sync(ALL, (u32)(own >> 32), segment & 31);
+    const i64 begin = segment < 32 ? (i64)high << 32 | low : addresses[segment];
+    return begin + (i64)(row % PER_SEGMENT) * (VECTORS * 16);
   };
   Row row;
   i64 source = 0;
@@ -128,7 +132,7 @@ __device__ __forceinline__ void bring(const Missing& missing, const i64* address
 // ended, see cuda.py.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* owner, int* stamp, const int* first,
-           int* clock, i64* counters, const i64* addresses, uint4* buffer, int budget, int early) {
+           int* clock, i64* counters, const i64* addresses, uint4* buffer, int segments, int budget, int early) {
   __shared__ Missing missing;
   __shared__ u32 s_sums[2][WARPS];
   __shared__ u32 s_ages[3][WARPS][2];
@@ -137,7 +141,7 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
   start_next();  // its rows wait for the end of this kernel
   if (!early) wait_for_previous();
   if (blockIdx.x % CLUSTER) {
-    bring(missing, addresses, buffer);
+    bring(missing, addresses, segments, buffer);
     return;
   }
   const int now = read(clock + b) + 1;

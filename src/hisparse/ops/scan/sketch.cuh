@@ -1,9 +1,11 @@
 // Scoring sketches on the matrix units of Hopper and later: what weigh.cu and scan.cu share.
 //
 // A 32-bit word of a sketch holds twelve codes: of two 16-bit halves each two of four bits and four of two bits. A mask
-// takes the same field out of both halves, and the result, read as two float16, is field * place * 2^-24: subnormals,
-// which mma.sync multiplies exactly. So two masks, a shift and four more unpack twelve codes; place and step are in the
-// query's weights, the codes' midpoints in what the accumulators start from.
+// takes the same bits out of both halves, and the result, read as two float16, is those bits * 2^-24: subnormals, which
+// mma.sync multiplies exactly. Of the byte with four codes one takes the lowest two, four, six and all eight bits, so that
+// the last needs no mask; the weight of the lowest f fields is then what a code of field f is worth less what one of field
+// f + 1 is, each by its place. So two masks, a move of bytes and three masks unpack twelve codes; place and step are in the
+// query's weights, the midpoints in what the accumulators start from.
 //
 // A tile is 8 rows. Lane 4 g + t has row g in both halves of the m = 16 rows of an operand: token j as row g, token
 // j + 1 as row g + 8. So all tokens of a row meet in one lane and nothing is shuffled. The n = 8 columns are the query
@@ -30,9 +32,9 @@ constexpr int TOKEN = 16 * I;                      // bytes of a token and head
 
 // Adds the products of the words of two tokens (rows g and g + 8 of the operand) with one head's weights.
 __device__ __forceinline__ void add_products(float (&acc)[NB][4], u32 a, u32 b, const u32 (&weight)[NB][FRAG], int i) {
-  const u32 a8 = a >> 8, b8 = b >> 8;
-  const u32 fa[6] = {a & 0x000F000Fu, a & 0x00F000F0u, a8 & 0x00030003u, a8 & 0x000C000Cu, a8 & 0x00300030u, a8 & 0x00C000C0u};
-  const u32 fb[6] = {b & 0x000F000Fu, b & 0x00F000F0u, b8 & 0x00030003u, b8 & 0x000C000Cu, b8 & 0x00300030u, b8 & 0x00C000C0u};
+  const u32 ua = __byte_perm(a, 0, 0x4341), ub = __byte_perm(b, 0, 0x4341);
+  const u32 fa[6] = {a & 0x000F000Fu, a & 0x00F000F0u, ua & 0x00030003u, ua & 0x000F000Fu, ua & 0x003F003Fu, ua};
+  const u32 fb[6] = {b & 0x000F000Fu, b & 0x00F000F0u, ub & 0x00030003u, ub & 0x000F000Fu, ub & 0x003F003Fu, ub};
 #pragma unroll
   for (int p = 0; p < 6; p += 2)
 #pragma unroll

@@ -124,7 +124,7 @@ __device__ __forceinline__ float third_of(float x, int g) {
   return g == 0 ? head(x) : g == 1 ? head(second) : g == 2 ? third : 0.f;
 }
 
-// Leaves the rows' worth in s_worth, and in `to` where that is given; counts their bins. Roots lie as operands of a matrix
+// Leaves the rows' worth in s_worth and counts their bins, or leaves it in `to`. Roots lie as operands of a matrix
 // product want them: two tiles are its 16 rows, the factors' three parts its columns.
 __device__ __forceinline__ void sum_rows(const Roots& roots, float* s_worth, float* to, const Piece& piece, Tail& s, int base) {
   constexpr int WORDS = BLOCKS * SETS, STEPS = (WORDS + 1) / 2;
@@ -165,9 +165,9 @@ __device__ __forceinline__ void sum_rows(const Roots& roots, float* s_worth, flo
     const float worth = t ? sum[2] : sum[0];  // lane 0 of a quad has the first tile's row, lane 1 the second's
     const int row = (piece.first + tile + t) * 8 + g;
     if (t < 2 && tile + t < n && row < piece.rows) {
-      s_worth[(piece.at + tile + t) * 8 + g] = worth;
-      if (!CHOOSE || to) to[row] = worth;
-      if (CHOOSE) atomicAdd(s.bins + find_bin(key_of(worth), base), 1);
+      if constexpr (CHOOSE) s_worth[(piece.at + tile + t) * 8 + g] = worth;
+      if constexpr (!CHOOSE) to[row] = worth;
+      else atomicAdd(s.bins + find_bin(key_of(worth), base), 1);
     }
   }
 }
@@ -301,8 +301,9 @@ __device__ __forceinline__ void rank_own(const State& state, const Piece& piece,
 // Grid: at most as many programs as there are multiprocessors, all there at once; WARPS warps. Of the up to `tiles` tiles of
 // a program, `room` have their roots in shared memory, and the others in far u32 [grid, tiles - room, ROOTS]. Behind those in
 // shared memory lie the stages, where later are the worth of the rows and a Tail. At most MOST sequences.
-// state: see State. worth float32 [B, max_rows] or null: -inf beyond the count. Where CHOOSE: rows int32 [B, budget], chosen
-// int32 [B]; limits int32 [B] or null; key, place int32 [B, max_rows]: room for candidates where there are many.
+// words: see State. Where CHOOSE is 0: worth float32 [B, max_rows], -inf beyond the count. Where it is 1: rows int32 [B,
+// budget], chosen int32 [B]; limits int32 [B] or null; key, place int32 [B, max_rows]: room for candidates where there are
+// many.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 scan_and_choose(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
                 const int* count, u32* words, u32* far, float* worth, const int* limits, int* rows, int* chosen, int* key, int* place,
@@ -344,8 +345,7 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
           weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base[block], lane);
         },
         [&](int tile, int, const u32(&result)[SETS]) {
-          if (own + tile < room) write_words(roots.near + (own + tile) * ROOTS + (block * 32 + lane) * SETS, result);
-          else write_words(roots.far + (i64)(own + tile) * ROOTS + (block * 32 + lane) * SETS, result);
+          write_words(roots.at(own + tile) + (block * 32 + lane) * SETS, result);
         });
     add_rows(total, s_total[warp], lane);
     __syncthreads();
@@ -367,19 +367,20 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
     if (CHOOSE)
       for (int j = tid; j < BINS; j += THREADS) tail.bins[j] = 0;
     hear_totals(state, piece, tail);
-    sum_rows(roots, s_worth, worth ? worth + (i64)piece.b * max_rows : nullptr, piece, tail, base);
+    sum_rows(roots, s_worth, worth + (i64)piece.b * max_rows, piece, tail, base);
     if (!CHOOSE) continue;
     __syncthreads();
     for (int j = tid; j < BINS; j += THREADS)
       if (tail.bins[j]) atomicAdd(state.histogram + (i64)piece.b * BINS + j, tail.bins[j]);
     __syncthreads();
   }
-  if (worth)
+  if constexpr (!CHOOSE) {
 #pragma unroll 1
     for (int b = 0; b < batch; ++b)
       for (int i = clamp_count(count, b, max_rows) + (int)blockIdx.x * THREADS + tid; i < max_rows; i += (int)gridDim.x * THREADS)
         worth[(i64)b * max_rows + i] = __int_as_float(0xFF800000);
-  if (!CHOOSE) return;
+    return;
+  }
 #pragma unroll 1
   for (int b = blockIdx.x; b < batch; b += gridDim.x)
     if (clamp_count(count, b, max_rows) == 0) {  // a sequence that no program has

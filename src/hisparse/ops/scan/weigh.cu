@@ -113,12 +113,16 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
   for (int i = tid; i < NB * 32 * FRAG * 2; i += 1024) {
     const int half = i & 1, r = i / 2 % FRAG, at = i / 2 / FRAG, f = r % 6;  // lane at % 32 of operand at / 32
     const int n = at % 32 / 4 - turn + at / 32 * 8, unit = (at % 4 * I + r / 6) * 2 + half;
-    float w = 0.f;
-    if (n >= 0 && n < QUERIES && (NB > 1 || n < QP))
+    const bool is_there = n >= 0 && n < QUERIES && (NB > 1 || n < QP);
+    // What a unit of the bits that are taken is worth: see sketch.cuh.
+    const auto worth = [&](int field) {
+      float w = 0.f;
 #pragma unroll
-      for (int s = 0; s < SPLITS; ++s) w += s_part[s][n][f * PAIRS + unit];
-    // What a unit of the field is worth: its step over its place in the byte.
-    w *= f == 0 ? 0.3352f : f == 1 ? 0.3352f / 16 : 0.9957f / (1 << 2 * (f - 2));
+      for (int s = 0; s < SPLITS; ++s) w += s_part[s][n][field * PAIRS + unit];
+      return w * (field == 0 ? 0.3352f : field == 1 ? 0.3352f / 16 : 0.9957f / (1 << 2 * (field - 2)));
+    };
+    float w = 0.f;
+    if (is_there) w = worth(f) - (f >= 2 && f < 5 ? worth(f + 1) : 0.f);
     ((u16*)s_frag)[i] = to_half(fminf(fmaxf(w, -60000.f), 60000.f));  // float16 ends at 65504
   }
   if (h == 0 && b == 0 && samples && warp == 31) {  // meanwhile, as long as a batch is small
@@ -157,7 +161,7 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
       for (int i = lane; i < 4 * FRAG; i += 32) {
         const u32 both = s_frag[(warp / 8 * 32 + warp % 8 * 4) * FRAG + i];
         const int f = i % 6;
-        const float middle = f < 2 ? 7.5f * (f ? 16.f : 1.f) : 1.5f * (float)(1 << 2 * (f - 2));
+        const float middle = f < 2 ? 7.5f * (f ? 16.f : 1.f) : 0.5f * (float)((1 << 2 * (f - 1)) - 1);
         sum += (from_half((u16)both) + from_half((u16)(both >> 16))) * middle;
       }
 #pragma unroll

@@ -8,8 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_memory import CONFIGS
+from torch import Tensor
 
-from hisparse.integrations.vllm.step import _table
+from hisparse.config import HiSparseConfig
+from hisparse.integrations.vllm.layout import choose_layout
+from hisparse.integrations.vllm.step import _table, make_step
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -63,3 +67,48 @@ def test_renewed_dense_tokens(heads: int, dim: int, dtype: torch.dtype) -> None:
     written = before.clone()
     written[new // 5, new % 5] = torch.stack([k, v], 1)
     assert torch.equal(dense, written)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_whole_step(data: st.DataObject) -> None:
+    """Requests of all lengths, with blocks found cached or none, and padding, whatever stands in its rows."""
+    name = data.draw(st.sampled_from(["host", "device", "raw"]), "config")
+    tail, root = data.draw(st.integers(1, 70), "tail"), data.draw(st.sampled_from([0.0, 12.0, 12.3]), "root")
+    more = {"selection": {"min_tokens": 48, "root_factor": root, "rows": "device" if name == "device" else "host"}}
+    config = HiSparseConfig(**{**CONFIGS[name], "tlif": {"prefix_length": tail}, **more})
+    layout, width = choose_layout(config, 2, 32, torch.float32, 1024, 64), 20
+    batch, make = data.draw(st.integers(1, 5), "batch"), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    columns = width + layout.ring_blocks
+    pages = torch.randint(1, 500, (batch, columns), generator=make, dtype=torch.int32).to(DEVICE)
+    ring = torch.randint(1, 500, (batch, columns), generator=make, dtype=torch.int32).to(DEVICE)
+    past, new = [], []
+    for b in range(batch):
+        past.append(data.draw(st.integers(0, width * 64 - 1), "past"))
+        new.append(data.draw(st.sampled_from([1, 1, 1, 0]), "new"))
+        ring[b, : data.draw(st.integers(0, past[b] // 64), "found")] = 0
+        if data.draw(st.integers(0, 9), "no ring") == 0:
+            ring[b] = 0
+    lengths, starts = (ints([x + y for x, y in zip(past, new, strict=True)]), ints([0, *new]).cumsum(0).int())
+    most = data.draw(st.sampled_from([None, 0, 7, 40, 10000]), "most")
+    arguments = (torch.tensor(past, device=DEVICE), torch.tensor(new, device=DEVICE), width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HISPARSE_BACKEND", "reference")
+        step = make_step(layout, config.selection, pages, ring, *arguments)
+    limited = step if most is None else step.limited(most)
+    found = step.room(batch)
+    step_kernels.fill_step(layout, config.selection, pages, ring, lengths, starts, found, width, most)
+    for field in ("past", "lead", "packed", "dense_past", "kept_count", "row_count", "wanted"):
+        assert torch.equal(getattr(found, field), getattr(limited, field)), field
+    for field in ("dense", "new"):
+        place, expected = getattr(found, field), getattr(limited, field)
+        assert torch.equal(place.block, expected.block), field
+        assert torch.equal(place.slot, expected.slot), field
+    for table, count in (("kept_table", "kept_count"), ("row_table", "row_count")):
+        for b in range(batch):
+            used = int(getattr(step, count)[b])
+            assert torch.equal(getattr(found, table)[b, :used], getattr(step, table)[b, :used]), table
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)

@@ -18,6 +18,7 @@ from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.options import Options, refuse
 from hisparse.integrations.vllm.step import Place, Step, make_step, ring_place, row_budget
+from hisparse.ops._dispatch import backend_for
 from hisparse.tlif import Scorer
 from hisparse.vtq.stats import ChannelStats, channel_order
 
@@ -234,17 +235,14 @@ class Runtime:
         lengths = common.seq_lens_cpu_upper_bound
         ends = (common.seq_lens.cpu() if lengths is None else lengths)[:requests].tolist()
         ends += [0] * (requests - len(ends))
-        new = common.query_start_loc[1 : requests + 1] - common.query_start_loc[:requests]
-        past = (common.seq_lens[:requests] - new).long()
         pages, ring = common.block_table_tensor[:requests], ring[:requests]
-        width = self.width if self.static else min(self.width, max(1, -(-max(ends) // self.layout.tokens)))
-        step = make_step(self.layout, self.config.selection, pages, ring, past, new.long(), width)
         metadata.pages, metadata.ring, metadata.tokens = pages, ring, begins[-1]
-        metadata.step = step
         if int(common.max_query_len) == 1 and self.static:
-            metadata.single = self._fixed(self._limited(step))
+            metadata.step = metadata.single = self._fixed(common, pages, ring)
             self._note_full(metadata, [row for row in range(requests) if begins[row + 1] > begins[row]], ends)
             return
+        width = self.width if self.static else min(self.width, max(1, -(-max(ends) // self.layout.tokens)))
+        metadata.step = step = self._step(common, pages, ring, width)
         packed = step.packed.tolist()
         rows = []
         for row in range(requests):
@@ -263,11 +261,29 @@ class Runtime:
         """The step with no more rows wanted than a hot buffer holds."""
         return step.limited(self.hot_size.slots) if self.hot_size.slots else step
 
-    def _fixed(self, step: Step) -> Step:
-        """The step where CUDA graphs of decode steps expect it."""
+    def _step(self, common: Any, pages: Tensor, ring: Tensor, width: int) -> Step:
+        """Tables of the requests that vLLM's metadata tells of."""
+        starts = common.query_start_loc[: len(pages) + 1]
+        new = starts[1:] - starts[:-1]
+        past = (common.seq_lens[: len(pages)] - new).long()
+        return make_step(self.layout, self.config.selection, pages, ring, past, new.long(), width)
+
+    def _fixed(self, common: Any, pages: Tensor, ring: Tensor) -> Step:
+        """A step of single tokens, with the tables where CUDA graphs expect them."""
+        requests = len(pages)
         if self._room is None:
+            step = self._step(common, pages[:1], ring[:1], self.width)
             self._room = step.room(int(self.vllm_config.scheduler_config.max_num_seqs))
-        return step.copied(self._room)
+        if backend_for("decode", pages.device) == "reference":
+            return self._limited(self._step(common, pages, ring, self.width)).copied(self._room)
+        from hisparse.integrations.vllm.step_kernels import fill_step
+
+        found, most = self._room.select(slice(0, requests)), self.hot_size.slots or None
+        lengths, starts = common.seq_lens[:requests], common.query_start_loc[: requests + 1]
+        fill_step(
+            self.layout, self.config.selection, pages, ring, lengths, starts, found, self.width, most
+        )  # fmt: skip
+        return found
 
     def _note_full(self, metadata: Metadata, rows: list[int], ends: list[int]) -> None:
         """Remember the blocks that requests with one new token fill in this step."""

@@ -153,6 +153,7 @@ def make_step(
         )
     else:
         row_table, row_count = kept_table[:, :0], torch.zeros_like(kept_count)
+    new_place = ring_place(layout, ring, lead, past[:, None])[:, 0]
     context = (past + new).double()
     budget = torch.minimum(selection.root_factor * context.sqrt(), context).ceil().clamp_min(selection.min_tokens)
     return Step(
@@ -161,7 +162,7 @@ def make_step(
         packed=packed,
         dense=dense,
         dense_past=(skip[:, 0] + past - start).int(),
-        new=ring_place(layout, ring, lead, past[:, None])[:, 0],
+        new=Place(torch.where(real, new_place.block, 0), new_place.slot),
         kept_table=kept_table,
         kept_count=kept_count,
         row_table=row_table,

@@ -1,13 +1,23 @@
-"""Triton twins of a step's tables and of what a layer does before it attends; see `step` and `memory`."""
+"""Triton twins of a step's tables and of what a layer does before it attends; see `step` and `memory`.
+
+`fill_step` makes in three launches what `make_step` and `Step.limited` make in some seventy, each of which takes longer
+to launch than to run.
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from hisparse.config import SelectionConfig
+from hisparse.integrations.vllm.layout import BlockLayout
+from hisparse.ops.scan.kernels import bound
 
 ENTRIES = 1024
 """Table entries of a program."""
@@ -105,3 +115,109 @@ def renew(
             v.stride(0), half, triton.next_power_of_2(half), SLOTS,
         )  # fmt: skip
     return out, length
+
+
+@triton.jit
+def _place(p_ring, ring_width, lead, position, TOKENS: tl.constexpr, SLOTS: tl.constexpr, PER: tl.constexpr):
+    """Block and slot of a token at `position` in a request's ring; see `step.ring_place`."""
+    slot = (position - lead * TOKENS) % SLOTS
+    return tl.load(p_ring + tl.minimum(lead + slot // PER, ring_width - 1)).to(tl.int64), slot % PER
+
+
+@triton.jit
+def _begin(
+    p_pages, p_ring, p_length, p_start, p_past, p_lead, p_packed, p_block, p_slot, p_dense, p_new_block, p_new_slot,
+    p_wanted, ring_width, ring_stride, pages_stride, slots, width, TOKENS: tl.constexpr, TAIL: tl.constexpr,
+    HEAD: tl.constexpr, SLOTS: tl.constexpr, PER: tl.constexpr, ROOT: tl.constexpr, LEAST: tl.constexpr,
+    ROW: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One request, see `step.make_step`; all but its tables of records."""
+    b = tl.program_id(0).to(tl.int64)
+    p_ring += b * ring_stride
+    length = tl.load(p_length + b).to(tl.int64)
+    new = tl.load(p_start + b + 1).to(tl.int64) - tl.load(p_start + b).to(tl.int64)
+    i = tl.arange(0, TILE)
+    lead = ring_width + tl.zeros((), tl.int32)
+    for at in range(0, bound(ring_width), TILE):
+        if at < lead:
+            taken = (at + i < ring_width) & (tl.load(p_ring + at + i, mask=at + i < ring_width, other=0) != 0)
+            lead = tl.minimum(lead, tl.min(tl.where(taken, at + i, ring_width), 0))
+    real = (new > 0) & (lead < ring_width)
+    lead = tl.where(real, lead, 0).to(tl.int64)
+    past = tl.where(real, length - new, 0)
+    # Rounded down: what is negative stays below nought.
+    packed = tl.minimum(tl.maximum(tl.maximum(past - TAIL, 0) // TOKENS, lead), width)
+    skip = tl.where(packed > 0, HEAD, 0)
+    start = packed * TOKENS
+    tl.store(p_past + b, past)
+    tl.store(p_lead + b, lead)
+    tl.store(p_packed + b, packed)
+    tl.store(p_dense + b, (skip + past - start).to(tl.int32))
+    own_block, own_slot = _place(p_ring, ring_width, lead, past, TOKENS, SLOTS, PER)
+    tl.store(p_new_block + b, tl.where(real, own_block, 0))
+    tl.store(p_new_slot + b, own_slot)
+    index = tl.arange(0, PLACES)
+    block, slot = _place(p_ring, ring_width, lead, start + tl.maximum(index - skip, 0), TOKENS, SLOTS, PER)
+    sink = index < skip
+    first = tl.load(p_pages + b * pages_stride).to(tl.int64)
+    tl.store(p_block + b * slots + index, tl.where(sink, first, block), mask=index < slots)
+    tl.store(p_slot + b * slots + index, tl.where(sink, index.to(tl.int64), slot), mask=index < slots)
+    context = (past + new).to(tl.float64)
+    root = tl.full((), ROOT, tl.float64) * tl.sqrt(context)
+    budget = tl.maximum(tl.ceil(tl.minimum(root, context)), tl.full((), LEAST, tl.float64))
+    tl.store(p_wanted + b, tl.ceil(budget / ROW).to(tl.int32))
+
+
+@triton.jit
+def _limit(p_wanted, p_count, batch, most, width, BATCH: tl.constexpr):
+    """See `step.Step.limited`; most below nought: as many as there are."""
+    b = tl.arange(0, BATCH)
+    wanted = tl.minimum(tl.load(p_wanted + b, mask=b < batch, other=0), width)
+    if most >= 0:
+        wanted = tl.minimum(wanted, tl.load(p_count + b, mask=b < batch, other=0))
+        share = tl.full((), 1.0, tl.float64) * most / tl.maximum(tl.sum(wanted.to(tl.int64), 0), 1).to(tl.float64)
+        wanted = tl.floor(wanted.to(tl.float64) * tl.minimum(share, 1.0)).to(tl.int32)
+    tl.store(p_wanted + b, wanted, mask=b < batch)
+
+
+def fill_step(
+    layout: BlockLayout,
+    selection: SelectionConfig,
+    pages: Tensor,
+    ring: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    target: Any,
+    width: int,
+    most: int | None,
+) -> None:
+    """Write to `target`, a `Step` of B requests, what `make_step` gives for them, and `limited` for `most`.
+
+    pages, ring: int32 [B, n]; lengths: int32 [B], tokens with the new ones; starts: int32 [B + 1], where each request's
+    new tokens begin. Entries of tables beyond their counts are left as they are.
+    """
+    batch, slots = target.dense.block.shape
+    if not batch:
+        return
+    _begin[(batch,)](
+        pages, ring, lengths, starts, target.past, target.lead, target.packed, target.dense.block, target.dense.slot,
+        target.dense_past, target.new.block, target.new.slot, target.wanted, ring.shape[1], ring.stride(0),
+        pages.stride(0), slots, width, layout.tokens, layout.tail, layout.head, layout.ring_slots, layout.ring_tokens,
+        float(selection.root_factor), float(selection.min_tokens), layout.row.tokens, triton.next_power_of_2(slots),
+        ENTRIES,
+    )  # fmt: skip
+    fill_table(
+        pages, target.packed, target.kept_table, target.kept_count, layout.first.pages, layout.other.pages,
+        layout.pages_per_block, layout.head_pages,
+    )  # fmt: skip
+    if layout.has_rows:
+        fill_table(
+            pages, target.packed, target.row_table, target.row_count, layout.first.rows, layout.other.rows,
+            layout.rows_per_block, None,
+        )  # fmt: skip
+    else:
+        target.row_count.zero_()
+    _limit[(1,)](
+        target.wanted, target.row_count, batch, -1 if most is None else most, target.row_table.shape[1],
+        triton.next_power_of_2(batch),
+    )  # fmt: skip

@@ -33,7 +33,8 @@ constexpr int RING = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 
 // Which units a block has. Blocks from `early` on start late, when the kernels ahead leave them a multiprocessor: the first
 // `ahead` rounds of kept pages are shared by the others. Blocks below `busy` have dense slots to attend to, too: a round before
-// all is shared by the others. Rows come to all alike, to the last block first.
+// all is shared by the others. Rows come to all alike, to the last of the early blocks first, to the late ones last: they have
+// their queries still to prepare when the rows are there.
 struct Turns {
     int own, blocks, busy, early, ahead;
     __device__ inline int kept(int n) const {
@@ -42,11 +43,12 @@ struct Turns {
         if (n < 0) return own - busy;
         return n < rounds ? free + n * early + own : free + ahead * early + (n - rounds) * blocks + own;
     }
-    __device__ inline int rows(int n) const { return (n + 1) * blocks - 1 - own; }
+    __device__ inline int first_rows() const { return own < early ? early - 1 - own : own; }
+    __device__ inline int rows(int n) const { return n * blocks + first_rows(); }
     __device__ inline int unit(bool of_rows, int n) const { return of_rows ? rows(n) : kept(n); }
     // How many of `units` are the block's.
     __device__ inline int number(bool of_rows, int units) const {
-        if (of_rows) return (units + own) / blocks;
+        if (of_rows) return (max(units - first_rows(), 0) + blocks - 1) / blocks;
         const int free = early - busy, first = own >= busy && own < early && own - busy < units;
         const int together = units - free - own, apart = together - ahead * early;
         const int rounds = own < early ? min((max(together, 0) + early - 1) / early, ahead) : 0;
@@ -259,7 +261,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    if (!early) wait_for_previous();
+    const bool waits = !early || turns.own >= turns.early;
+    if (waits) wait_for_previous();
     q += (i64)batch * q_batch;
     scaling *= LOG2E;
     const i64 first_query = (i64)batch * HEADS * QUERIES, row = first_query * n_part + pieces + turns.own;
@@ -269,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Place place = {0, 0};
     Requested asked;
     int ids[FIRST + 1], row_ids[FIRST + 1], n_kept = 0, n_rows = 0;
-    const bool together = !early && rows_table;  // rows take the stages that kept pages leave
+    const bool together = waits && rows_table;  // rows take the stages that kept pages leave
     if (kept_table) {
         look_up(ids, pages[0], turns);
         n_kept = kept_count[batch];
@@ -294,7 +297,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
         if (packed) asked.request(queries, warp);
     }
-    if (!packed) return;
+    if (!packed) return wait_for_previous();  // every block, or this kernel could end before those ahead
+    const auto write_nothing = [&]() {
+        wait_for_previous();
+        if (threadIdx.x < HEADS * QUERIES) part_lse[row + (i64)threadIdx.x * n_part] = __int_as_float(0xFF800000);
+    };
+    if ((waits || !rows_table) && !kept_number && !turns.number(true, units_of(true, n_rows))) return write_nothing();
     normalise(weights, queries, asked, scaling);
     __syncthreads();
     const int head = warp % HEADS, tile = warp / HEADS;
@@ -323,17 +331,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (second || !rows_table) break;
         wait_for_previous();
         masses = {rows_mass + first * rows_width, rows_width};
-        const int begun = together ? max(STAGES - kept_number, 0) : 0;
-        if (begun && turns.number(true, units_of(true, n_rows)) <= begun) {
-            count = n_rows;
-            continue;
+        count = read_fresh(rows_count + batch);
+        int begun = 0;
+        if (waits) {  // read anew: fewer registers
+            begun = max(STAGES - turns.number(false, units_of(false, kept_table ? read_fresh(kept_count + batch) : 0)), 0);
+            if (turns.number(true, units_of(true, count)) <= begun) continue;
         }
         look_up(ids, pages[1], turns);
-        count = read_fresh(rows_count + batch);
         __syncthreads();  // every other stage is free
         start(ids, pages[1], count, turns, place.stage, ring, begun);
     }
+    wait_for_previous();
     wait_copies();
     if (some) write_part(s, (float*)shared, weights, head, tile, part + row * DIM, part_lse + row, n_part);
-    else if (threadIdx.x < HEADS * QUERIES) part_lse[row + (i64)threadIdx.x * n_part] = __int_as_float(0xFF800000);
+    else write_nothing();
 }

@@ -42,7 +42,7 @@ scan_rows(const u32* frag, const float* middle, const float* top, const u8* code
         ring, from, table + (i64)b * max_rows, n_rows, at - base + warp, end, WARPS, weights, total, lane,
         [&] {
           wait_for_previous();  // sketches, tables and counts are older; the weights are not
-          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base, lane);
+          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base, warp == 0, lane);
         },
         [&](int, int row, const u32(&result)[SETS]) {
           if (row < n_rows) write_words(to + (i64)row * (4 * SETS), result);

@@ -342,7 +342,7 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
         ring, from, table + (i64)b * max_rows, n_rows, first + warp / BLOCKS, end, TURNS, weights, total, lane,
         [&] {
           wait_for_previous();  // sketches, tables and counts are older; the weights are not
-          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base[block], lane);
+          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base[block], warp < BLOCKS, lane);
         },
         [&](int tile, int, const u32(&result)[SETS]) {
           write_words(roots.at(own + tile) + (block * 32 + lane) * SETS, result);

@@ -141,9 +141,10 @@ struct Weights {
   u32 middles, lows;  // shared addresses of the lane's part of a Base
   int turn;  // which of the heads of an accumulator the lane's columns are
 
-  // head: the first of the warp's, over all sequences. frag, middle, top: see weigh.cu. Warps of the same heads may share
-  // a Base: they write the same.
-  __device__ __forceinline__ void read(const u32* frag, const float* middle, const float* top, i64 head, Base& shared, int lane) {
+  // head: the first of the warp's, over all sequences. frag, middle, top: see weigh.cu. Warps of the same heads share a
+  // Base, which one of them (`writes`) fills. All threads of the program call this; barriers inside.
+  __device__ __forceinline__ void read(const u32* frag, const float* middle, const float* top, i64 head, Base& shared, bool writes,
+                                       int lane) {
     const int t = lane & 3;
 #pragma unroll
     for (int h = 0; h < HB; ++h)
@@ -157,14 +158,14 @@ struct Weights {
         }
       }
     turn = NB > 1 ? 0 : min(2 * t / QP, HG - 1);
-    for (int s = lane >> 2; s < SETS; s += 8) {
+    for (int s = lane >> 2; writes && s < SETS; s += 8) {
       const i64 from = (head + (NB > 1 ? s / NB : s * HG + turn)) * NQ + (s % NB) * 8 + 2 * t;
       const float2 m = *(const float2*)(middle + from), p = *(const float2*)(top + from);
       shared.middle[s][t].x = shared.middle[s][t].z = m.x, shared.middle[s][t].y = shared.middle[s][t].w = m.y;
       shared.low[s][t].x = -p.x, shared.low[s][t].y = -p.y;
     }
     middles = shared_address(shared.middle[0] + t), lows = shared_address(shared.low[0] + t);
-    __syncwarp();
+    __syncthreads();
   }
 
   // words, scales: the lane's row of the stage, and of the decoded scales. Adds the row's attention to `total` if it is

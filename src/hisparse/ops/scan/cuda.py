@@ -162,7 +162,7 @@ def plan_step(plan: Plan, tune: Tuning, row_size: int, batch: int, width: int, p
 
 def state_words(plan: Plan, batch: int, programs: int) -> int:
     """Words by which the programs of the kernel that does all tell each other what they found, as step.cu has them."""
-    return (programs + batch) * (plan.columns_of_all + 2) + batch * (2 * FEW + BINS + 1) + 1
+    return (programs + batch) * (plan.columns_of_all + 2) + batch * (2 * FEW + BINS + 2) + 1
 
 
 def scan_rows(

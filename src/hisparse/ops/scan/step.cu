@@ -5,10 +5,10 @@
 // other through global memory:
 //   1. the sums of their rows' attention: then each knows all attention, and so its rows' worth;
 //   2. how many rows each bin has, at a barrier: then each knows the bin at which the budget runs out;
-//   3. how many rows each takes, and how many candidates it has: then each knows where its own go;
+//   3. how many rows each takes: then each knows where its own go;
 //   4. the candidates, which those that have some compare with each other.
 // What is told in 1, 3 and 4 is never zero, and memory is zero before, so that a word that is not zero is there. Sums are
-// added and rows placed in the order of programs, so that the result is the same each time.
+// added and rows placed in the order of programs, candidates by their rank, so that the result is the same each time.
 //
 // Macros: those of tile.cuh, BINS (2048), SHIFT, CHOOSE (0: only the rows' worth is wanted).
 
@@ -32,8 +32,7 @@ static_assert(WARPS % BLOCKS == 0 && THREADS >= 256 && QUADS <= THREADS, "see pl
 struct Piece {
   int b, first, end, at, rows;  // rows: of the sequence
   int begin, last;              // first and last program that has tiles of it
-  // wanted, sure, left: see Cut; earlier: candidates of earlier programs.
-  int wanted, sure, left, earlier, candidates, least, next, shared_from, common;
+  int wanted, sure, left, candidates, least, next, shared_from, common;
 };
 
 // What a program needs when its rows have been read; where the stages were.
@@ -51,15 +50,17 @@ struct State {
   int* histogram;  // [B, BINS]
   u64* found;      // [grid + B]: rows taken, candidates, each with the sign bit set
   int* done;       // [B]: programs that wrote their candidates where there are many
+  int* slots;      // [B]: of `few` that are taken
   int* arrived;    // at the barrier
 
   __device__ __forceinline__ State(u32* p, int batch) {
-    const int slots = (int)gridDim.x + batch;
-    total = p, p += slots * COLUMNS;
+    const int shares = (int)gridDim.x + batch;
+    total = p, p += shares * COLUMNS;
     few = (u64*)p, p += batch * (2 * FEW);
     histogram = (int*)p, p += batch * BINS;
-    found = (u64*)p, p += slots * 2;
+    found = (u64*)p, p += shares * 2;
     done = (int*)p, p += batch;
+    slots = (int*)p, p += batch;
     arrived = (int*)p;
   }
 };
@@ -192,14 +193,20 @@ struct Held {
     }
   }
 
+  // The candidate that is bit e of `those`: the key above the complement of the row.
+  __device__ __forceinline__ u64 candidate(const float* s_worth, const Piece& piece, int start, int e) const {
+    const int i = start + e * THREADS + (int)threadIdx.x;
+    return (u64)key_of(s_worth[piece.at * 8 + i]) << 32 | (u32) ~(piece.first * 8 + i);
+  }
+
   // Rows that are taken times 2^16, and candidates: a program has fewer than 2^15 rows.
   __device__ __forceinline__ int number() const { return __popc(takes) << 16 | __popc(those); }
 };
 
 __device__ __forceinline__ int rows_of(const Piece& piece) { return min(piece.end * 8, piece.rows) - piece.first * 8; }
 
-// The bin at which the budget runs out; and what the program has above it and in it, which it tells the others. Leaves the
-// thread's first rows, and what the threads before this one have.
+// The bin at which the budget runs out; and what the program has above it and in it, which it tells the others, with the
+// candidates where these are few. Leaves the thread's first rows, and what the threads before this one have.
 __device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits, const int* table,
                                         int budget, int base, Held& held, Tail& s) {
   const int tid = threadIdx.x;
@@ -224,6 +231,9 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
   for (int start = (rows_of(piece) - 1) / (HELD * THREADS) * (HELD * THREADS); start >= 0; start -= HELD * THREADS) {
     held.read(s_worth, piece, start, table);
     own += held.number();
+    if (cut.left <= FEW)  // where each is does not matter: they are ranked
+      for (u32 those = held.those; those; those &= those - 1)
+        tell(state.few + (i64)piece.b * FEW + atomicAdd(state.slots + piece.b, 1), held.candidate(s_worth, piece, start, __ffs(those) - 1));
   }
   const int before = sum_before<THREADS>(own, s.desk.scratch);
   if (tid == THREADS - 1) {
@@ -235,10 +245,10 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
   return before;
 }
 
-// Puts the rows that are taken in their places, behind those of earlier programs, and shows the candidates. held, before: see
-// tell_own; is_held: of this piece. Leaves the number of earlier programs' candidates.
-__device__ __forceinline__ int place_own(const State& state, const float* s_worth, const Piece& piece, Held& held, bool is_held,
-                                         int before, const int* table, int* rows, int* key, int* place, Tail& s) {
+// Puts the rows that are taken in their places, behind those of earlier programs; and the candidates where they are many.
+// held, before: see tell_own; is_held: of this piece.
+__device__ __forceinline__ void place_own(const State& state, const float* s_worth, const Piece& piece, Held& held, bool is_held,
+                                          int before, const int* table, int* rows, int* key, int* place, Tail& s) {
   const int tid = threadIdx.x, lane = tid & 31;
   int earlier = 0, earlier_left = 0;
   for (int p = piece.begin + tid; p < (int)blockIdx.x; p += THREADS) {
@@ -261,22 +271,22 @@ __device__ __forceinline__ int place_own(const State& state, const float* s_wort
 #pragma unroll
     for (int e = 0; e < HELD; ++e)
       if (held.takes >> e & 1) rows[to++] = held.entry[e];
+    if (few) continue;
 #pragma unroll 1
     for (u32 those = held.those; those; those &= those - 1) {
-      const int i = start + (__ffs(those) - 1) * THREADS + tid, row = piece.first * 8 + i, x = key_of(s_worth[piece.at * 8 + i]);
-      if (few) tell(state.few + (i64)piece.b * FEW + to_left, (u64)x << 32 | (u32)~row);
-      else key[to_left] = x, place[to_left] = row;
+      const u64 x = held.candidate(s_worth, piece, start, __ffs(those) - 1);
+      key[to_left] = (int)(x >> 32), place[to_left] = (int)~(u32)x;
       ++to_left;
     }
   }
   if (!few) arrive(state.done + piece.b);
   __syncthreads();
-  return earlier_left;
 }
 
-// The rank of each of the program's candidates, from `first` on, says whether it is taken, and where it goes.
-__device__ __forceinline__ void rank_own(const State& state, const Piece& piece, int first, const int* table, int* rows, Tail& s) {
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, rest = piece.wanted - piece.sure;
+// The rank of each of the program's few candidates says whether it is taken, and where it goes.
+__device__ __forceinline__ void rank_own(const State& state, const float* s_worth, const Piece& piece, Held& held, bool is_held,
+                                         const int* table, int* rows, Tail& s) {
+  const int tid = threadIdx.x, lane = tid & 31, rest = piece.wanted - piece.sure;
   if (rest <= 0 || !piece.candidates) return;
   for (int i = tid; i < piece.left; i += THREADS) {
     u64 x;
@@ -286,12 +296,22 @@ __device__ __forceinline__ void rank_own(const State& state, const Piece& piece,
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = first + warp; i < first + piece.candidates; i += WARPS) {
-    const u64 mine = s.few[i];
-    int better = 0;
-    for (int j = lane; j < piece.left; j += 32) better += s.few[j] > mine;
-    better = __reduce_add_sync(~0u, better);
-    if (better < rest && lane == 0) rows[piece.sure + better] = table[~(u32)mine];
+  for (int start = 0; start < rows_of(piece); start += HELD * THREADS) {
+    if (start || !is_held) held.read(s_worth, piece, start, table);
+    u32 those = held.those;
+#pragma unroll 1
+    for (u32 lanes; (lanes = __ballot_sync(~0u, those != 0));) {
+      const int from = __ffs(lanes) - 1;
+      const u64 own = those ? held.candidate(s_worth, piece, start, __ffs(those) - 1) : 0;
+      const u64 mine = (u64)__shfl_sync(~0u, (u32)(own >> 32), from) << 32 | __shfl_sync(~0u, (u32)own, from);
+      int better = 0;
+      for (int j = lane; j < piece.left; j += 32) better += s.few[j] > mine;
+      better = __reduce_add_sync(~0u, better);
+      if (lane == from) {
+        if (better < rest) rows[piece.sure + better] = table[~(u32)mine];
+        those &= those - 1;
+      }
+    }
   }
   __syncthreads();
 }
@@ -399,7 +419,7 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
     before = tell_own(state, s_worth, s_piece[i], limits, table + (i64)s_piece[i].b * max_rows, budget, base, held, tail);
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i) {
-    Piece& piece = s_piece[i];
+    const Piece& piece = s_piece[i];
     const i64 row = (i64)piece.b * max_rows;
     if (pieces > 1) {
       int own = 0;
@@ -409,17 +429,16 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
       }
       before = sum_before<THREADS>(own, tail.desk.scratch);
     }
-    const int first = place_own(state, s_worth, piece, held, pieces == 1, before, table + row, rows + (i64)piece.b * budget,
-                                key + row, place + row, tail);
-    if (tid == 0) piece.earlier = first;
+    place_own(state, s_worth, piece, held, pieces == 1, before, table + row, rows + (i64)piece.b * budget, key + row, place + row,
+              tail);
   }
-  __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i) {
     const Piece& piece = s_piece[i];
     int* to = rows + (i64)piece.b * budget;
     const int* own_table = table + (i64)piece.b * max_rows;
-    if (piece.left <= FEW) rank_own(state, piece, piece.earlier, own_table, to, tail);
+    const bool is_held = pieces == 1 && rows_of(piece) <= HELD * THREADS;
+    if (piece.left <= FEW) rank_own(state, s_worth, piece, held, is_held, own_table, to, tail);
     if (piece.begin != (int)blockIdx.x) continue;
     // The first of a sequence's programs does what is left.
     if (tid == 0) chosen[piece.b] = piece.wanted;

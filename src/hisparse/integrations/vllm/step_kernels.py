@@ -90,7 +90,7 @@ def _renew(
             tl.store(ring + channel, k, mask=inside)
             tl.store(ring + HALF + channel, v, mask=inside)
             own = p_out + (b.to(tl.int64) * slots + past) * (2 * HALF)
-            fits = inside & (past < slots)
+            fits = inside & (channel * 0 + past < slots)  # of equal shapes: newer interpreters make integers of others
             tl.store(own + channel, k, mask=fits)
             tl.store(own + HALF + channel, v, mask=fits)
 

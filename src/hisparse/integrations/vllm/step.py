@@ -85,9 +85,9 @@ class Step:
 
     def limited(self, most: int) -> Step:
         """The same with no more than `most` rows wanted in all: where requests want more, each gets its share of it."""
-        wanted = torch.minimum(self.wanted, self.row_count)
-        share = (most / wanted.sum().clamp_min(1).double()).clamp_max(1.0)
-        return replace(self, wanted=(wanted.double() * share).floor().int())
+        wanted = torch.minimum(self.wanted, self.row_count).long()
+        total = wanted.sum()
+        return replace(self, wanted=torch.where(total > most, wanted * most // total.clamp_min(1), wanted).int())
 
     def narrowed(self) -> Step:
         """The same without columns that no request uses. Waits for the device: for the CPU, and for steps that read the

@@ -175,8 +175,9 @@ def _limit(p_wanted, p_count, batch, most, width, BATCH: tl.constexpr):
     wanted = tl.minimum(tl.load(p_wanted + b, mask=b < batch, other=0), width)
     if most >= 0:
         wanted = tl.minimum(wanted, tl.load(p_count + b, mask=b < batch, other=0))
-        share = tl.full((), 1.0, tl.float64) * most / tl.maximum(tl.sum(wanted.to(tl.int64), 0), 1).to(tl.float64)
-        wanted = tl.floor(wanted.to(tl.float64) * tl.minimum(share, 1.0)).to(tl.int32)
+        total = tl.sum(wanted.to(tl.int64), 0)
+        if total > most:
+            wanted = (wanted.to(tl.int64) * most // total).to(tl.int32)
     tl.store(p_wanted + b, wanted, mask=b < batch)
 
 

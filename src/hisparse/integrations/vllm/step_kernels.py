@@ -43,7 +43,7 @@ def _fill_table(
     record = tl.where(entry < first, entry, later % divisor)
     record = per_block - 1 - record if BACK else tl.where(entry < first, entry + skip, record)
     page = tl.load(p_pages + b * pages_stride + tl.minimum(block, pages_width - 1), mask=used, other=0)
-    tl.store(p_ids + b * width.to(tl.int64) + entry, page * per_block + record, mask=used)
+    tl.store(p_ids + b.to(tl.int64) * width + entry, page * per_block + record, mask=used)
 
 
 def fill_table(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +12,12 @@ import decode_oracle
 import pytest
 import torch
 from decode_oracle import Case, check, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import emulator
 from emulator import EmulatedKernel, behind
+from hisparse.ops._cuda import read_source
 from hisparse.ops.decode import DecodeResult
 
 cuda = pytest.importorskip("hisparse.ops.decode.cuda")
@@ -134,3 +141,43 @@ def test_a_stage_that_is_not_waited_for_is_found(run: Any, altered: Any, monkeyp
     case = make_case(torch.bfloat16, **COMMON, counts=(60,), rows=None, lengths=(1,))
     with pytest.raises(AssertionError):
         check(case, run(case, 0))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 140), st.integers(0, 20), st.integers(0, 15), st.integers(0, 30), st.integers(0, 900))
+def test_every_unit_has_one_block(blocks: int, late: int, ahead: int, jobs: int, units: int) -> None:
+    """Whatever starts late and has dense slots: each unit of kept pages, and of rows, is one block's turn."""
+    early = blocks - min(late, blocks - 1)
+    busy = min(jobs, max(1, early // 2))
+    for rows in (0, 1):
+        taken = (ctypes.c_int * (units + 1))()
+        assert _turns().take(blocks, busy, early, ahead if late else 0, rows, units, taken) == 0
+        assert list(taken)[:units] == [1] * units
+
+
+@functools.cache
+def _turns() -> ctypes.CDLL:
+    """The kernel's own struct Turns, on its own."""
+    found = re.search(r"^struct Turns \{.*?^\};", read_source("decode/decode.cu"), re.M | re.S)
+    assert found
+    folder, _ = emulator._folder()
+    source = folder / "turns.cpp"
+    source.write_text(f"""#include <algorithm>
+        using std::max; using std::min;
+        #define __device__
+        {found[0]}
+        extern "C" int take(int blocks, int busy, int early, int ahead, bool rows, int units, int* taken) {{
+          for (int own = 0; own < blocks; own++) {{
+            const Turns turns = {{own, blocks, busy, early, ahead}};
+            const int number = turns.number(rows, units);
+            for (int n = 0, before = -1; n < number; before = turns.unit(rows, n++)) {{
+              const int unit = turns.unit(rows, n);
+              if (unit <= before || unit >= units) return 1;
+              taken[unit]++;
+            }}
+            if (turns.unit(rows, number) < units) return 1;
+          }}
+          return 0;
+        }}""")
+    emulator._gcc("-shared", "-o", source.with_suffix(".so"), source)
+    return ctypes.CDLL(str(source.with_suffix(".so")))

@@ -38,9 +38,6 @@ __device__ __forceinline__ float from_half(u16 x) {
   return y;
 }
 
-// A barrier among the first `threads` of a program.
-__device__ __forceinline__ void sync_first(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
-
 __device__ __forceinline__ float sqrt_fast(float x) {
   float y;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -56,23 +56,7 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
   wait_for_previous();
   start_next();
   const int n_rows = clamp_count(count, b, max_rows);
-  u32 word[4][I], marks = 0;
-  if (samples) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int i = 0; i < I; ++i) word[j][i] = 0;
-    if (n_rows > 0) {
-      const int sample = (warp - WEIGHERS / 32) * 8 + g;
-      const i64 id = table[(i64)b * max_rows + (int)((i64)sample * n_rows / (SAMPLERS * 8))];
-      const u8* at = codes + id * code_stride + h * (ROW * TOKEN) + t * (4 * I);
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int i = 0; i < I; ++i) word[j][i] = *(const u32*)(at + j * TOKEN + 4 * i);
-      marks = *(const u32*)(scales + id * scale_stride + h * ROW);
-    }
-  } else {
+  if (!samples) {
     constexpr int OWN = (HEAD_DIM * NQ + WEIGHERS - 1) / WEIGHERS;
     float y[OWN];
 #pragma unroll
@@ -87,7 +71,18 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
     }
 #pragma unroll 1
     for (int i = (b * HEADS + h) * WEIGHERS + tid; i < n_clear; i += gridDim.y * HEADS * WEIGHERS) clear[i] = 0;
-    sync_first(WEIGHERS);  // the others still wait for the sampled rows
+  }
+  __syncthreads();  // the query and the counts come at the same time
+  u32 word[4][I] = {}, marks = 0;
+  if (samples && n_rows > 0) {
+    const int sample = (warp - WEIGHERS / 32) * 8 + g;
+    const i64 id = table[(i64)b * max_rows + (int)((i64)sample * n_rows / (SAMPLERS * 8))];
+    const u8* at = codes + id * code_stride + h * (ROW * TOKEN) + t * (4 * I);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int i = 0; i < I; ++i) word[j][i] = *(const u32*)(at + j * TOKEN + 4 * i);
+    marks = *(const u32*)(scales + id * scale_stride + h * ROW);
   }
   if (weighs) {
     float sum[NQ] = {};

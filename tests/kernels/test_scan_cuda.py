@@ -30,7 +30,7 @@ SHAPES = [  # heads, head_dim, queries, bits, row_size, counts
     pytest.param(2, 128, 4, 2, 5, [63], id="2x128-4q-2bit-rows5-another-twin"),
 ]
 
-OTHERS = [Tuning(whole=False), Tuning(16, 2, weights=4), Tuning(8, 1)]
+OTHERS = [Tuning(), Tuning(whole=False), Tuning(16, 2, weights=4), Tuning(8, 1)]
 
 
 @needs_gpu
@@ -60,7 +60,7 @@ def test_queries_of_any_dtype_and_stride(dtype: torch.dtype) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("tuning", [Tuning(), *OTHERS])
+@pytest.mark.parametrize("tuning", OTHERS)
 def test_many_rows_and_the_same_result_each_time(tuning: Tuning) -> None:
     """Several tiles a warp, several programs a sequence, unequal sequences."""
     case = make_case(4, 128, 8, 2, 4, [50000, 3, 20001, 0, 4097], 50000)
@@ -78,7 +78,7 @@ def test_many_rows_and_the_same_result_each_time(tuning: Tuning) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("tuning", [Tuning(), *OTHERS])
+@pytest.mark.parametrize("tuning", OTHERS)
 def test_of_rows_that_are_worth_the_same_the_first_are_chosen(tuning: Tuning) -> None:
     q, codes, scales, table, count, stats = make_case(4, 128, 8, 2, 4, [40000, 1500, 0, 9, 1000], 40000)
     codes.copy_(codes[:1].clone()), scales.copy_(scales[:1].clone())

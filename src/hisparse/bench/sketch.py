@@ -22,10 +22,11 @@ TOLERANCE = 5e-3  # of worth, against the reference in float32: the roots are ke
 COPIES_BYTES = 192 << 20  # of sketches that the timed calls go through, several times the L2 cache
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "cuda": (
+        {},
         {"stages": 1},
-        {"stages": 3},
-        {"warps": 16, "stages": 1},
+        {"warps": 16},
         {"warps": 16, "weights": 4},
+        {"warps": 16, "weights": 4, "stages": 3},
         {"warps": 20, "weights": 4},
         {"whole": False},
         {"overlap": False},

@@ -273,3 +273,25 @@ def test_more_requests_than_the_buffer_was_made_for() -> None:
     hits, misses, shared, _ = engine.hot.counts().tolist()
     assert hits > 0
     assert 3 * (slots - 5) <= hits + misses + shared <= 3 * slots < 3 * 5 * engine.budget
+
+
+@pytest.mark.usefixtures("backend")
+def test_many_rows_of_a_batch_stay_while_they_are_wanted() -> None:
+    """More than one program of the kernels takes at once: the same rows again are all found, and some others beside."""
+    blocks, budget = 400, 1500
+    pool = torch.randint(0, 256, (LEAD + blocks * LAYOUT.host_rows, LAYOUT.row.page_bytes)).to(torch.uint8)
+    host = torch.empty(pool.shape, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda").copy_(pool)
+    source, records = record_rows(LAYOUT, host, blocks, DEVICE), blocks * LAYOUT.rows_per_block
+    hot = HotRows(HotSize(9000, 3, 0, records), LAYOUT, 2 * budget, 3, Claims(records, DEVICE), DEVICE)
+    each = blocks * LAYOUT.host_rows // 3
+    rows = [[each * i + j for j in torch.randperm(each)[: budget - 7].tolist()] for i in range(3)]
+    others = [next(j for j in range(each * i, each * (i + 1)) if j not in rows[i]) for i in range(3)]
+    moved = [[*request[10:], other] for request, other in zip(rows, others, strict=True)]
+    for wants, misses in ((rows, 3 * (budget - 7)), (rows, 0), (moved, 3), (rows, 0)):
+        wanted, number = tables(wants, budget)
+        before = int(hot.counts()[1])
+        table = hot.bring(source, wanted, number)
+        assert int(hot.counts()[1]) - before == misses
+        for i, request in enumerate(wants):
+            assert torch.equal(hot.all.buffer[table[i, : len(request)].long()].cpu(), host[LEAD:][request])
+        hot.all.check()

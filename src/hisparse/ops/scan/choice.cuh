@@ -53,7 +53,9 @@ struct Cut {
   int cut, sure, left;
 
   // Keys from `least` up are candidates or taken, from `next` up taken. Nothing reaches those of a cut above all bins.
-  __device__ __forceinline__ int least(int base) const { return cut >= BINS ? 0x7FFFFFFF : cut > 0 ? (cut + base) << SHIFT : 0; }
+  __device__ __forceinline__ int least(int base) const {
+    return cut >= BINS ? 0x7FFFFFFF : cut > 0 ? (cut + base) << SHIFT : 0;
+  }
   __device__ __forceinline__ int next(int base) const {
     return cut >= BINS - 1 ? 0x7FFFFFFF : cut < 0 ? 0 : (cut + base + 1) << SHIFT;
   }

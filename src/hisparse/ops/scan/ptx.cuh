@@ -128,12 +128,19 @@ __device__ __forceinline__ void write_in(u64* p, int rank, u64 x) {
 }
 
 // What programs of a grid tell each other through global memory. Relaxed: the word itself is all that is told.
-__device__ __forceinline__ void tell(u32* p, u32 x) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory"); }
-__device__ __forceinline__ void tell(u64* p, u64 x) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory"); }
+__device__ __forceinline__ void tell(u32* p, u32 x) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+__device__ __forceinline__ void tell(u64* p, u64 x) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
 
 __device__ __forceinline__ uint4 hear(const uint4* p) {
   uint4 x;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p)
+               : "memory");
   return x;
 }
 __device__ __forceinline__ u64 hear(const u64* p) {

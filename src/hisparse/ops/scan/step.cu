@@ -87,7 +87,10 @@ __device__ __forceinline__ void hear_totals(const State& state, const Piece& pie
     for (int p = piece.begin + way; p <= piece.last; p += 4 * WAYS) {
       uint4 x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = p + i * WAYS <= piece.last ? hear(from + (i64)(p + i * WAYS) * QUADS) : make_uint4(TOLD, TOLD, TOLD, TOLD);
+      for (int i = 0; i < 4; ++i) {
+        const int own = p + i * WAYS;
+        x[i] = own <= piece.last ? hear(from + (i64)own * QUADS) : make_uint4(TOLD, TOLD, TOLD, TOLD);
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         while (!is_there(x[i])) x[i] = hear(from + (i64)(p + i * WAYS) * QUADS);
@@ -160,7 +163,8 @@ __device__ __forceinline__ void sum_rows(const Roots& roots, float* s_worth, flo
     }
     float sum[4] = {};
 #pragma unroll
-    for (int w = 0; w < 2 * STEPS; w += 2) multiply_bfloat(sum, x[0][w], x[1][w], x[0][w + 1], x[1][w + 1], factor[w], factor[w + 1]);
+    for (int w = 0; w < 2 * STEPS; w += 2)
+      multiply_bfloat(sum, x[0][w], x[1][w], x[0][w + 1], x[1][w + 1], factor[w], factor[w + 1]);
     sum[0] += sum[1], sum[2] += sum[3];
     sum[0] += __shfl_xor_sync(~0u, sum[0], 1), sum[2] += __shfl_xor_sync(~0u, sum[2], 1);
     const float worth = t ? sum[2] : sum[0];  // lane 0 of a quad has the first tile's row, lane 1 the second's
@@ -207,8 +211,8 @@ __device__ __forceinline__ int rows_of(const Piece& piece) { return min(piece.en
 
 // The bin at which the budget runs out; and what the program has above it and in it, which it tells the others, with the
 // candidates where these are few. Leaves the thread's first rows, and what the threads before this one have.
-__device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits, const int* table,
-                                        int budget, int base, Held& held, Tail& s) {
+__device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits,
+                                        const int* table, int budget, int base, Held& held, Tail& s) {
   const int tid = threadIdx.x;
   int bins[EACH] = {};
   if (tid < 256) {
@@ -216,14 +220,16 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
 #pragma unroll
     for (int i = 0; i < EACH; i += 4) {
       const uint4 x = hear(from + i / 4);
-      bins[EACH - 1 - i] = (int)x.x, bins[EACH - 2 - i] = (int)x.y, bins[EACH - 3 - i] = (int)x.z, bins[EACH - 4 - i] = (int)x.w;
+      bins[EACH - 1 - i] = (int)x.x, bins[EACH - 2 - i] = (int)x.y;
+      bins[EACH - 3 - i] = (int)x.z, bins[EACH - 4 - i] = (int)x.w;
     }
   }
   const int wanted = min(max(limits ? min(limits[piece.b], budget) : budget, 0), piece.rows);
   const Cut cut = find_cut<THREADS>(bins, wanted, s.desk);
   if (tid == 0) {
     piece.wanted = wanted, piece.sure = cut.sure, piece.left = cut.left;
-    piece.least = cut.least(base), piece.next = cut.next(base), piece.shared_from = cut.shared_from(), piece.common = cut.common(base);
+    piece.least = cut.least(base), piece.next = cut.next(base);
+    piece.shared_from = cut.shared_from(), piece.common = cut.common(base);
   }
   __syncthreads();
   int own = 0;
@@ -233,7 +239,8 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
     own += held.number();
     if (cut.left <= FEW)  // where each is does not matter: they are ranked
       for (u32 those = held.those; those; those &= those - 1)
-        tell(state.few + (i64)piece.b * FEW + atomicAdd(state.slots + piece.b, 1), held.candidate(s_worth, piece, start, __ffs(those) - 1));
+        tell(state.few + (i64)piece.b * FEW + atomicAdd(state.slots + piece.b, 1),
+             held.candidate(s_worth, piece, start, __ffs(those) - 1));
   }
   const int before = sum_before<THREADS>(own, s.desk.scratch);
   if (tid == THREADS - 1) {
@@ -247,8 +254,9 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
 
 // Puts the rows that are taken in their places, behind those of earlier programs; and the candidates where they are many.
 // held, before: see tell_own; is_held: of this piece.
-__device__ __forceinline__ void place_own(const State& state, const float* s_worth, const Piece& piece, Held& held, bool is_held,
-                                          int before, const int* table, int* rows, int* key, int* place, Tail& s) {
+__device__ __forceinline__ void place_own(const State& state, const float* s_worth, const Piece& piece, Held& held,
+                                          bool is_held, int before, const int* table, int* rows, int* key, int* place,
+                                          Tail& s) {
   const int tid = threadIdx.x, lane = tid & 31;
   int earlier = 0, earlier_left = 0;
   for (int p = piece.begin + tid; p < (int)blockIdx.x; p += THREADS) {
@@ -397,7 +405,8 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
   if constexpr (!CHOOSE) {
 #pragma unroll 1
     for (int b = 0; b < batch; ++b)
-      for (int i = clamp_count(count, b, max_rows) + (int)blockIdx.x * THREADS + tid; i < max_rows; i += (int)gridDim.x * THREADS)
+      for (int i = clamp_count(count, b, max_rows) + (int)blockIdx.x * THREADS + tid; i < max_rows;
+           i += (int)gridDim.x * THREADS)
         worth[(i64)b * max_rows + i] = __int_as_float(0xFF800000);
     return;
   }
@@ -429,8 +438,8 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
       }
       before = sum_before<THREADS>(own, tail.desk.scratch);
     }
-    place_own(state, s_worth, piece, held, pieces == 1, before, table + row, rows + (i64)piece.b * budget, key + row, place + row,
-              tail);
+    place_own(state, s_worth, piece, held, pieces == 1, before, table + row, rows + (i64)piece.b * budget, key + row,
+              place + row, tail);
   }
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i) {
@@ -446,8 +455,8 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
     if (piece.left > FEW && piece.wanted > piece.sure) {
       wait_for_programs(state.done + piece.b, piece.last - (int)blockIdx.x + 1);
       const i64 row = (i64)piece.b * max_rows;
-      take_of_many<THREADS>(key + row, place + row, own_table, piece.left, piece.wanted - piece.sure, piece.shared_from, piece.common,
-                            to + piece.sure, tail.desk);
+      take_of_many<THREADS>(key + row, place + row, own_table, piece.left, piece.wanted - piece.sure, piece.shared_from,
+                            piece.common, to + piece.sure, tail.desk);
     }
   }
 }

@@ -85,7 +85,9 @@ struct Ring {
   u32 own;
   u64 policy;
 
-  __device__ __forceinline__ void set_up(void* ring, int warp) { own = shared_address(ring) + warp * WARP_BYTES, policy = read_once(); }
+  __device__ __forceinline__ void set_up(void* ring, int warp) {
+    own = shared_address(ring) + warp * WARP_BYTES, policy = read_once();
+  }
 
   // Requests 8 rows' bytes, if the warp has these rows: four rows' codes at a time, eight lanes a row, and all scales, four
   // lanes a row.
@@ -143,8 +145,8 @@ struct Weights {
 
   // head: the first of the warp's, over all sequences. frag, middle, top: see weigh.cu. Warps of the same heads share a
   // Base, which one of them (`writes`) fills. All threads of the program call this; barriers inside.
-  __device__ __forceinline__ void read(const u32* frag, const float* middle, const float* top, i64 head, Base& shared, bool writes,
-                                       int lane) {
+  __device__ __forceinline__ void read(const u32* frag, const float* middle, const float* top, i64 head, Base& shared,
+                                       bool writes, int lane) {
     const int t = lane & 3;
 #pragma unroll
     for (int h = 0; h < HB; ++h)
@@ -170,7 +172,8 @@ struct Weights {
 
   // words, scales: the lane's row of the stage, and of the decoded scales. Adds the row's attention to `total` if it is
   // there; leaves its roots.
-  __device__ __forceinline__ void score(u32 words, u32 scales, bool is_there, float (&total)[SETS][2], u32 (&result)[SETS]) const {
+  __device__ __forceinline__ void score(u32 words, u32 scales, bool is_there, float (&total)[SETS][2],
+                                        u32 (&result)[SETS]) const {
     const float there = is_there ? 1.f : 0.f;
 #pragma unroll
     for (int group = 0; group < G; ++group) {
@@ -240,8 +243,8 @@ __device__ __forceinline__ void write_words(u32* to, const u32 (&x)[SETS]) {
 // on its way; done(tile, row, result): what becomes of the roots. Adds the rows' attention to `total`.
 template <class Before, class Done>
 __device__ __forceinline__ void score_tiles(const Ring& ring, const Sketches& from, const int* table, int n_rows, int first,
-                                            int end, int step, Weights& weights, float (&total)[SETS][2], int lane, Before before,
-                                            Done done) {
+                                            int end, int step, Weights& weights, float (&total)[SETS][2], int lane,
+                                            Before before, Done done) {
   const int g = lane >> 2, t = lane & 3;
   int ids[STAGES];
 #pragma unroll

@@ -25,8 +25,9 @@ __device__ __forceinline__ float read_query(const void* q, i64 at) {
 }
 
 // Grid (HEADS, B), 1024 threads. For one KV head of one sequence:
-//   frag u32 [B, HEADS, NB, FRAG / 2, 32, 2]: float16 weights as lanes want them, two registers at a time; middle, top float32 [B, HEADS, NQ]: what the
-//   accumulators start from, and the highest score of a sample of rows, which attention is summed relative to.
+//   frag u32 [B, HEADS, NB, FRAG / 2, 32, 2]: float16 weights as lanes want them, two registers at a time;
+//   middle, top float32 [B, HEADS, NQ]: what the accumulators start from, and the highest score of a sample of rows, which
+//   attention is summed relative to.
 // Also: tiles int32 [B + 1], the first tile of each sequence; and zeros to `clear`.
 extern "C" __global__ void __launch_bounds__(1024, 1)
 weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scales, const int* table, const int* count,

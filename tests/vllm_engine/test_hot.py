@@ -16,7 +16,7 @@ from hisparse.integrations.vllm import hot as module
 from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hand_out, hot_size, merge_rows, record_rows
 from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
-from hisparse.integrations.vllm.step import row_budget
+from hisparse.integrations.vllm.step import EVERYTHING, row_budget
 from hisparse.ops.fetch import HostRows, gather_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -256,6 +256,25 @@ def test_a_step_wants_no_more_rows_than_there_are_slots(wants: list[tuple[int, i
         assert most - len(wants) <= int(limited.wanted.sum()) <= most
         exact = there.double() * most / there.sum()
         assert bool(((exact - limited.wanted) <= 1 + 1e-9).all())
+
+
+@given(
+    wants=st.lists(st.tuples(st.integers(0, 900), st.integers(0, 2500)), min_size=1, max_size=6),
+    most=st.integers(1, 9000),
+    each=st.integers(0, 2000),
+)
+def test_few_rows_are_all_wanted(wants: list[tuple[int, int]], most: int, each: int) -> None:
+    """Where all requests' few rows are few together; else it is as if no request had few."""
+    engine = Engine(settings_of("host"))
+    step = engine.step([Request() for _ in wants], [1] * len(wants))
+    wanted, count = (torch.tensor(x, dtype=torch.int32) for x in zip(*wants, strict=True))
+    step = replace(step, wanted=wanted, row_count=count)
+    all_of_few = [n if n <= each else min(w, n) for w, n in wants]
+    limited = step.limited(most, each).wanted
+    if sum(all_of_few) <= min(most, EVERYTHING):
+        assert limited.tolist() == all_of_few
+    else:
+        assert torch.equal(limited, step.limited(most).wanted)
 
 
 def test_more_requests_than_the_buffer_was_made_for() -> None:

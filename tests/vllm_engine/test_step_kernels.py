@@ -95,9 +95,10 @@ def test_a_whole_step(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HISPARSE_BACKEND", "reference")
         step = make_step(layout, config.selection, pages, ring, *arguments)
-    limited = step if most is None else step.limited(most)
+    each = data.draw(st.sampled_from([0, 9, 200]), "each")
+    limited = step if most is None else step.limited(most, each)
     found = step.room(batch)
-    step_kernels.fill_step(layout, config.selection, pages, ring, lengths, starts, found, width, most)
+    step_kernels.fill_step(layout, config.selection, pages, ring, lengths, starts, found, width, most, each)
     for field in ("past", "lead", "packed", "dense_past", "kept_count", "row_count", "wanted"):
         assert torch.equal(getattr(found, field), getattr(limited, field)), field
     for field in ("dense", "new"):

@@ -83,6 +83,7 @@ class Runtime:
         self.model_layers: list[int] = []  # which of the model's layers those are that HiSparse holds
         self.kv_memory = _kv_memory(vllm_config) if self.static else 0
         self.layout, self.hot_size = self._sizes(heads, head_dim, dtype)
+        self.budget = row_budget(self.layout, self.config.selection, self.context)  # rows that a query recalls at most
         self.width = -(-self.context // self.layout.tokens)
         self.layers: list[LayerMemory | None] = []
         self.hot: list[HotRows | None] = []
@@ -164,10 +165,9 @@ class Runtime:
         """
         hot = None
         if self.hot_size.slots:
-            budget = row_budget(self.layout, self.config.selection, self.context)
             device, factor = self.claims.entries.device, self.config.selection.hot_factor
             requests = int(self.vllm_config.scheduler_config.max_num_seqs)
-            hot = HotRows(self.hot_size, self.layout, int(factor * budget), requests, self.claims, device)
+            hot = HotRows(self.hot_size, self.layout, int(factor * self.budget), requests, self.claims, device)
             cache = self.vllm_config.cache_config
             if cache.kv_cache_memory_bytes:
                 cache.kv_cache_memory_bytes -= self.hot_size.bytes
@@ -258,8 +258,8 @@ class Runtime:
             self._note_full(metadata, rows, ends)
 
     def _limited(self, step: Step) -> Step:
-        """The step with no more rows wanted than a hot buffer holds."""
-        return step.limited(self.hot_size.slots) if self.hot_size.slots else step
+        """The step with no more rows wanted than a hot buffer holds, and with all of few rows."""
+        return step.limited(self.hot_size.slots, self.budget) if self.hot_size.slots else step
 
     def _step(self, common: Any, pages: Tensor, ring: Tensor, width: int) -> Step:
         """Tables of the requests that vLLM's metadata tells of."""
@@ -281,8 +281,8 @@ class Runtime:
         found, most = self._room.select(slice(0, requests)), self.hot_size.slots or None
         lengths, starts = common.seq_lens[:requests], common.query_start_loc[: requests + 1]
         fill_step(
-            self.layout, self.config.selection, pages, ring, lengths, starts, found, self.width, most
-        )  # fmt: skip
+            self.layout, self.config.selection, pages, ring, lengths, starts, found, self.width, most, self.budget
+        )
         return found
 
     def _note_full(self, metadata: Metadata, rows: list[int], ends: list[int]) -> None:
@@ -321,13 +321,12 @@ class Runtime:
             elif blocks.is_cuda:
                 own = self._without_calibration()
             order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
-            budget = row_budget(self.layout, self.config.selection, self.context)
             hot = self.hot[index]
             if index == self.number_of_layers // 2:
                 self.anchors = AnchorShare(blocks.device)
             anchors = self.anchors if index == self.number_of_layers // 2 else None
             memory = LayerMemory(
-                self.layout, self.config, blocks, own, order, scaling, budget, self.static, hot, anchors
+                self.layout, self.config, blocks, own, order, scaling, self.budget, self.static, hot, anchors
             )
             self.layers[index] = memory
         return memory

@@ -21,6 +21,9 @@ from hisparse.config import SelectionConfig
 from hisparse.integrations.vllm.layout import BlockLayout
 from hisparse.ops._dispatch import backend_for
 
+EVERYTHING = 4096
+"""Rows that a step recalls without choosing, at most: attending to more would take longer than the scan."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -83,9 +86,15 @@ class Step:
             made[field.name] = Place(empty(x.block), empty(x.slot)) if isinstance(x, Place) else empty(x)
         return Step(**made)
 
-    def limited(self, most: int) -> Step:
-        """The same with no more than `most` rows wanted in all: where requests want more, each gets its share of it."""
+    def limited(self, most: int, each: int = 0) -> Step:
+        """The same with no more than `most` rows wanted in all: where requests want more, each gets its share of it.
+
+        each: a request that has no more rows than that wants them all, if together that makes no more than
+        EVERYTHING: then nothing needs to be chosen, and after the first step the rows are in the hot buffer.
+        """
         wanted = torch.minimum(self.wanted, self.row_count).long()
+        everything = torch.where(self.row_count <= each, self.row_count.long(), wanted)
+        wanted = torch.where(everything.sum() <= min(most, EVERYTHING), everything, wanted)
         total = wanted.sum()
         return replace(self, wanted=torch.where(total > most, wanted * most // total.clamp_min(1), wanted).int())
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hisparse.config import SelectionConfig
 from hisparse.integrations.vllm.layout import BlockLayout
+from hisparse.integrations.vllm.step import EVERYTHING
 from hisparse.ops.scan.kernels import bound
 
 ENTRIES = 1024
@@ -169,12 +170,16 @@ def _begin(
 
 
 @triton.jit
-def _limit(p_wanted, p_count, batch, most, width, BATCH: tl.constexpr):
-    """See `step.Step.limited`; most below nought: as many as there are."""
+def _limit(p_wanted, p_count, batch, most, free, each, width, BATCH: tl.constexpr):
+    """See `step.Step.limited`; most below nought: as many as there are. free: rows that need not be chosen."""
     b = tl.arange(0, BATCH)
     wanted = tl.minimum(tl.load(p_wanted + b, mask=b < batch, other=0), width)
     if most >= 0:
-        wanted = tl.minimum(wanted, tl.load(p_count + b, mask=b < batch, other=0))
+        count = tl.load(p_count + b, mask=b < batch, other=0)
+        wanted = tl.minimum(wanted, count)
+        everything = tl.where(count <= each, count, wanted)
+        if tl.sum(everything.to(tl.int64), 0) <= free:
+            wanted = everything
         total = tl.sum(wanted.to(tl.int64), 0)
         if total > most:
             wanted = (wanted.to(tl.int64) * most // total).to(tl.int32)
@@ -191,8 +196,9 @@ def fill_step(
     target: Any,
     width: int,
     most: int | None,
+    each: int = 0,
 ) -> None:
-    """Write to `target`, a `Step` of B requests, what `make_step` gives for them, and `limited` for `most`.
+    """Write to `target`, a `Step` of B requests, what `make_step` gives for them, and `limited` for `most` and `each`.
 
     pages, ring: int32 [B, n]; lengths: int32 [B], tokens with the new ones; starts: int32 [B + 1], where each request's
     new tokens begin. Entries of tables beyond their counts are left as they are.
@@ -219,6 +225,6 @@ def fill_step(
     else:
         target.row_count.zero_()
     _limit[(1,)](
-        target.wanted, target.row_count, batch, -1 if most is None else most, target.row_table.shape[1],
-        triton.next_power_of_2(batch),
+        target.wanted, target.row_count, batch, -1 if most is None else most, min(most or 0, EVERYTHING), each,
+        target.row_table.shape[1], triton.next_power_of_2(batch),
     )  # fmt: skip

@@ -96,6 +96,7 @@ static unsigned __ballot_sync(unsigned mask, bool x) {
   return emu::slot().out[0];
 }
 static bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
+static bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == mask; }
 template <class T>
 static T __reduce_add_sync(unsigned mask, T x) {
   whole_warp(mask);

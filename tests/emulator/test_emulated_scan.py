@@ -116,6 +116,23 @@ def test_of_rows_that_are_worth_the_same_the_first_are_chosen(tuning: Any) -> No
         assert chosen_sets(chosen) == [set(table[i, :n].tolist()) for i, n in enumerate(numbers)]
 
 
+def test_where_all_rows_are_wanted_nothing_is_scored() -> None:
+    """Sketches are not even read, and what lies beyond the rows is zero; one sequence that wants less, and all are."""
+    q, codes, scales, table, count, stats = make_case(4, 128, 8, 2, 4, [60, 0, 9, 500], 500)
+    wanted = torch.tensor([60, 3, 20, 512], dtype=torch.int32)
+    nowhere = table + (1 << 30)  # no memory is there
+    for limits, budget in ((wanted, 512), (None, 500)):
+        chosen = twin.scan_and_select(q, codes, scales, nowhere, count, stats, 0.05, 2, budget, limits, WHOLE)
+        assert chosen.number.tolist() == [60, 0, 9, 500]
+        for b, n in enumerate(chosen.number.tolist()):
+            assert torch.equal(chosen.rows[b, :n], nowhere[b, :n])
+            assert not bool(chosen.rows[b, n:].any())
+    wanted[3] = 499
+    chosen = twin.scan_and_select(q, codes, scales, table, count, stats, 0.05, 2, 512, wanted, WHOLE)
+    assert chosen.number.tolist() == [60, 0, 9, 499]
+    assert chosen_sets(chosen)[0] == set(table[0, :60].tolist())
+
+
 def test_one_kernel_chooses_what_four_choose() -> None:
     case = make_case(4, 128, 8, 2, 4, [0, 500, 7, 300], 500)
     wanted = torch.tensor([3, 50, 7, 0], dtype=torch.int32)

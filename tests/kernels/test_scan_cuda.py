@@ -101,6 +101,19 @@ def test_one_kernel_chooses_what_four_choose() -> None:
 
 
 @needs_gpu
+def test_where_all_rows_are_wanted_nothing_is_scored() -> None:
+    q, codes, scales, table, count, stats = make_case(4, 128, 8, 2, 4, [3000, 0, 9], 4000)
+    nowhere = table + (1 << 30)  # no memory is there
+    wanted = torch.tensor([3000, 3, 20], dtype=torch.int32, device="cuda")
+    for limits in (wanted, None):
+        chosen = twin.scan_and_select(q, codes, scales, nowhere, count, stats, 0.05, 2, 3072, limits)
+        for b, n in enumerate((3000, 0, 9)):
+            assert int(chosen.number[b]) == n
+            assert torch.equal(chosen.rows[b, :n], nowhere[b, :n])
+            assert not bool(chosen.rows[b, n:].any())
+
+
+@needs_gpu
 @pytest.mark.parametrize("kind", ["plain", "narrow", "equal", "zeros", "wide"])
 @pytest.mark.parametrize("budget", [1, 1000, 7000])
 def test_the_best_of_many_rows_are_chosen(kind: str, budget: int) -> None:

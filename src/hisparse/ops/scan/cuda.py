@@ -238,8 +238,11 @@ class _Scan:
         x: Tensor = torch.empty(*size, dtype=dtype, device=self.q.device)
         return x
 
-    def _weigh(self, clear: Tensor | None) -> tuple[list[Tensor], Tensor]:
-        """Weights, middles and tops; and the first tile of each sequence. `clear` becomes zero."""
+    def _weigh(
+        self, clear: Tensor | None, limits: Tensor | None = None, budget: int = -1
+    ) -> tuple[list[Tensor], Tensor]:
+        """Weights, middles and tops; and the first tile of each sequence. `clear` becomes zero. None of it where a
+        budget is given and every sequence wants all its rows."""
         heads, plan = self.stats.heads, self.plan
         weights = self._empty(self.batch, heads, plan.operands, 32, 6 * plan.words)
         middle, top = self._empty(2, self.batch, heads, 8 * plan.operands, dtype=torch.float32).unbind()
@@ -251,7 +254,7 @@ class _Scan:
             1024,
             [self.q, self.stats.query_basis, self.codes, self.scales, self.table, self.count, weights, middle, top,
              tiles, clear, 0 if clear is None else clear.numel(), self.scaling / math.log(2), self.q.stride(0),
-             self.q.stride(1), self.width, *self.strides],
+             self.q.stride(1), self.width, *self.strides, limits, budget],
             overlap=self.tune.overlap,
         )  # fmt: skip
         return [weights, middle, top], tiles
@@ -303,7 +306,7 @@ class _Scan:
         assert room is not None
         programs = min(self.free, batch * -(-width // 8))
         state = self._empty(state_words(plan, batch, programs))
-        weights, _ = self._weigh(state)
+        weights, _ = self._weigh(state, limits, budget if choose else -1)
         far = self._empty(programs * (room.tiles - room.near), 4 * plan.columns_of_all)
         worth = rows = chosen = key = place = None
         if choose:

@@ -47,3 +47,15 @@ __device__ __forceinline__ float decode_scale(u32 word, int j) {
   const float x = __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 + j));  // 2^23 + byte
   return exp2_fast(__fmaf_rn(x, 0.0625f, 16.f - 524288.f));
 }
+
+// True where every sequence wants all rows that it has: there is nothing to choose, so nothing has to be scored. For whole
+// warps. limits: int32 [B] or null; budget below 0: never true.
+__device__ __forceinline__ bool wants_all(const int* count, const int* limits, int batch, int max_rows, int budget) {
+  bool all = budget >= 0;
+#pragma unroll 1
+  for (int b = threadIdx.x & 31; b < batch && budget >= 0; b += 32) {
+    const int wanted = limits ? min(limits[b], budget) : budget;
+    all = all && clamp_count(count, b, max_rows) <= wanted;
+  }
+  return __all_sync(~0u, all);
+}

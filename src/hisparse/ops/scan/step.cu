@@ -330,7 +330,7 @@ __device__ __forceinline__ void rank_own(const State& state, const float* s_wort
 // a program, `room` have their roots in shared memory, and the others in far u32 [grid, tiles - room, ROOTS]. Behind those in
 // shared memory lie the stages, where later are the worth of the rows and a Tail. At most MOST sequences.
 // words: see State. Where CHOOSE is 0: worth float32 [B, max_rows], -inf beyond the count. Where it is 1: rows int32 [B,
-// budget], chosen int32 [B]; limits int32 [B] or null; key, place int32 [B, max_rows]: room for candidates where there are
+// budget], chosen int32 [B]; limits int32 [B] or null, older than the launch of weigh.cu, as counts are; key, place int32 [B, max_rows]: room for candidates where there are
 // many.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 scan_and_choose(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
@@ -342,6 +342,17 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
   __shared__ Piece s_piece[MOST];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   start_next();
+  if (CHOOSE && wants_all(count, limits, batch, max_rows, budget)) {  // limits are older than the weights, as counts are
+#pragma unroll 1
+    for (int b = 0; b < batch; ++b) {
+      const int n_rows = clamp_count(count, b, max_rows);
+      for (int i = (int)blockIdx.x * THREADS + tid; i < budget; i += (int)gridDim.x * THREADS)
+        rows[(i64)b * budget + i] = i < n_rows ? table[(i64)b * max_rows + i] : 0;
+      if (blockIdx.x == 0 && tid == 0) chosen[b] = n_rows;
+    }
+    wait_for_previous();
+    return;
+  }
   const Lengths lengths = read_lengths(count, batch, max_rows, lane);
   const int all = lengths.all, programs = min((int)gridDim.x, all);
   const State state(words, batch);

@@ -28,11 +28,12 @@ __device__ __forceinline__ float read_query(const void* q, i64 at) {
 //   frag u32 [B, HEADS, NB, FRAG / 2, 32, 2]: float16 weights as lanes want them, two registers at a time;
 //   middle, top float32 [B, HEADS, NQ]: what the accumulators start from, and the highest score of a sample of rows, which
 //   attention is summed relative to.
-// Also: tiles int32 [B + 1], the first tile of each sequence; and zeros to `clear`.
+// Also: tiles int32 [B + 1], the first tile of each sequence; and zeros to `clear`. Nothing of it where all rows are wanted
+// (limits, budget: see step.cu; budget below 0: of no account).
 extern "C" __global__ void __launch_bounds__(1024, 1)
 weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scales, const int* table, const int* count,
               u32* frag, float* middle, float* top, int* tiles, int* clear, int n_clear, float factor, int stride_b,
-              int stride_h, int max_rows, int code_stride, int scale_stride) {
+              int stride_h, int max_rows, int code_stride, int scale_stride, const int* limits, int budget) {
   __shared__ float s_part[SPLITS][NQ][C];
   __shared__ float4 s_q[HEAD_DIM][NQ / 4];
   __shared__ u32 s_frag[NB * 32 * FRAG];
@@ -56,6 +57,7 @@ weigh_queries(const void* q, const float* basis, const u8* codes, const u8* scal
   read_basis(0);  // of the model: no kernel ahead writes it
   wait_for_previous();
   start_next();
+  if (wants_all(count, limits, gridDim.y, max_rows, budget)) return;  // see step.cu
   const int n_rows = clamp_count(count, b, max_rows);
   if (!samples) {
     constexpr int OWN = (HEAD_DIM * NQ + WEIGHERS - 1) / WEIGHERS;

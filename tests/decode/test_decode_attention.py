@@ -115,6 +115,24 @@ def test_triton_reads_pages_inside_wider_rows(raw: bool, monkeypatch: pytest.Mon
     check(case, run_triton(case, monkeypatch))
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
+def test_the_result_goes_where_it_is_wanted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(torch.bfloat16, heads=1, counts=(3, 1), rows=(2, 0), lengths=(0, 3))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    room = torch.full((4, *case.q.shape[1:]), float("nan"), dtype=case.q.dtype, device=device)
+    target, others = room[: len(case.q)], room[len(case.q) :]
+    if backend == "triton":
+        result = run_triton(case, monkeypatch, out=target)
+    else:
+        result = decode_attention(*case.arguments(), out=target)
+    check(case, result)
+    assert torch.equal(target.cpu(), result.out)
+    assert bool(others.isnan().all())
+    for wrong in (room, target.float(), target.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(FormatError, match="out is"):
+            decode_attention(*case.arguments(), out=wrong)
+
+
 def test_pages_between_alignments_are_refused() -> None:
     case = make_case()
     wide = torch.zeros(5, case.kept.fmt.page_bytes + 8, dtype=torch.uint8)

@@ -50,6 +50,14 @@ def test_at_the_common_shape(dtype: torch.dtype, mass: bool, run: Any) -> None:
     check(case, run(case, 1, mass), page_mass=mass)
 
 
+def test_the_result_goes_where_it_is_wanted(run: Any) -> None:
+    case = make_case(torch.bfloat16, **COMMON, counts=(5,), rows=(2,), lengths=(7,))
+    target = torch.full_like(case.q, float("nan"))
+    result = cuda.decode_attention(*case.arguments(), None, None, False, "rope", out=target)
+    assert result.out is target
+    assert torch.equal(target, run(case, 0).out)
+
+
 @pytest.mark.parametrize(
     ("dim", "group", "heads", "queries", "tokens", "split", "bits"),
     [

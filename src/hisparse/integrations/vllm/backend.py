@@ -198,5 +198,10 @@ class HiSparseAttention(AttentionImpl):  # type: ignore[misc]
         if metadata.single is not None:
             # Without a list every token of the batch is a request's only one; what lies beyond is padding.
             now = slice(0, len(metadata.single.past)) if metadata.singles is None else metadata.singles
-            output[now] = memory.decode(query[now], key[now], value[now], metadata.single)
+            target = output[now] if metadata.singles is None and output.is_contiguous() else None
+            if target is not None and target.dtype != query.dtype:
+                target = None
+            found = memory.decode(query[now], key[now], value[now], metadata.single, target)
+            if found is not target:
+                output[now] = found
         return output

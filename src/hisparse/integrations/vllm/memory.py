@@ -169,20 +169,30 @@ class LayerMemory:
 
     # -- attention -------------------------------------------------------------------------------------------------
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
-        """Attention of one new token a request, which is written first. q [B, Hq, D]; k, v [B, H, D]."""
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, out: Tensor | None = None) -> Tensor:
+        """Attention of one new token a request, which is written first. q [B, Hq, D]; k, v [B, H, D].
+
+        out: [B, Hq, D], contiguous: where a step of all requests together leaves its result, which is also returned.
+        """
         if self.batched and backend_for("decode", q.device) != "reference":
             from hisparse.integrations.vllm.step_kernels import renew
 
             place, new = step.dense, step.new
             dense, length = renew(self.dense, place.block, place.slot, step.dense_past, new.block, new.slot, k, v)
-            return self.decode_batch(q, step, dense, length)
+            return self.decode_batch(q, step, dense, length, out)
         self.write(step.new, k, v)
         if self.batched:
-            return self.decode_batch(q, step)
+            return self.decode_batch(q, step, out=out)
         return torch.stack([self._decode_one(q[i], step, i) for i in range(len(q))])
 
-    def decode_batch(self, q: Tensor, step: Step, dense: Tensor | None = None, length: Tensor | None = None) -> Tensor:
+    def decode_batch(
+        self,
+        q: Tensor,
+        step: Step,
+        dense: Tensor | None = None,
+        length: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """As `decode`, for all requests together and without waiting for the device; the new token is written.
 
         dense [B, S, 2, H, D], length int32 [B]: the tokens read densely, where they have been gathered.
@@ -214,6 +224,7 @@ class LayerMemory:
             page_mass=anchors is not None,
             split=self.config.vtq.split if quantised else None,
             early=early,
+            out=out,
         )
         if anchors is not None and recalled is not None:
             anchors.add(result, recalled.count)

@@ -44,6 +44,7 @@ def decode_attention(
     page_mass: bool = False,
     split: Split | None = None,
     early: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> DecodeResult:
     """One softmax over dense slots, kept pages, recalled rows and extra tokens.
 
@@ -59,6 +60,8 @@ def decode_attention(
     was launched: attention to dense slots and kept pages may then begin while the scan still runs. All that is given
     except `recalled` must have been written before that scan was launched, and not be written to since.
 
+    out: [B, Hq, D] in q's dtype, contiguous, where the result is to be written; it is also in the result.
+
     Flash-decoding (Dao et al. 2023): the sequence is cut into shares, whose results are combined by their log-sum-exp.
     On a GPU nothing is synchronised and every shape follows from the arguments' shapes, so that calls can be captured
     in a CUDA graph: lengths, tables and pools may change between replays. A sequence without any token gets out = 0,
@@ -67,10 +70,15 @@ def decode_attention(
     Raises FormatError for shapes, dtypes or statistics that do not fit together.
     """
     _check(q, dense_k, dense_v, dense_len, kept, recalled, stats, extra_logit, extra_value)
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
+        raise FormatError(
+            f"decode_attention: out is {out.dtype} {list(out.shape)} with strides {out.stride()}; give {q.dtype} "
+            f"{list(q.shape)}, contiguous"
+        )
     backend = select_backend("decode", q.device)
     result: DecodeResult = backend.decode_attention(
         q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, extra_logit, extra_value, page_mass, split,
-        **({} if early is None else {"early": early}),
+        out=out, **({} if early is None else {"early": early}),
     )  # fmt: skip
     return result
 

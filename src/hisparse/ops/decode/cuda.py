@@ -194,6 +194,7 @@ def decode_attention(
     split: str | None,
     tuning: Tuning | None = None,
     early: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> DecodeResult:
     """See :func:`hisparse.ops.decode.decode_attention`.
 
@@ -215,8 +216,9 @@ def decode_attention(
     """
     if not supports(q, dense_k, kept, recalled, stats, extra_logit, page_mass, split):
         return general.decode_attention(
-            q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, extra_logit, extra_value, page_mass, split
-        )
+            q, dense_k, dense_v, dense_len, kept, recalled, stats, scaling, extra_logit, extra_value, page_mass, split,
+            out=out,
+        )  # fmt: skip
     parts = list(_formats(kept, recalled))
     fmt = next((pages.fmt for pages in parts if pages is not None), None) or _any_format(dense_k)
     batch, q_heads, dim = q.shape
@@ -240,7 +242,7 @@ def decode_attention(
     starts_early = early is not None and len(early) >= room and not page_mass and not copied
     part = early if early is not None and starts_early else q.new_empty(room, dtype=torch.float32)
     part_lse = part[batch * q_heads * n_part * dim :]
-    out = q.new_empty(batch, q_heads, dim)
+    out = q.new_empty(batch, q_heads, dim) if out is None else out
     lse = q.new_empty(batch, q_heads, dtype=torch.float32)
     masses: list[Tensor | None] = []
     arguments: list[Tensor | None] = []

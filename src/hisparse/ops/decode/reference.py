@@ -41,6 +41,7 @@ def decode_attention(
     extra_value: Tensor | None,
     page_mass: bool,
     split: str | None,
+    out: Tensor | None = None,
 ) -> DecodeResult:
     """See :func:`hisparse.ops.decode.decode_attention`. `split` is not needed: the pages say it themselves."""
     batch, q_heads, dim = q.shape
@@ -65,7 +66,8 @@ def decode_attention(
         values.append(extra_value.to(dtype))
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
-    out = torch.einsum("bhgn,bhnd->bhgd", weights, torch.cat(values, 2)).reshape(batch, q_heads, dim).to(q.dtype)
+    found = torch.einsum("bhgn,bhnd->bhgd", weights, torch.cat(values, 2)).reshape(batch, q_heads, dim).to(q.dtype)
+    out = found if out is None else out.copy_(found)
     masses: list[Tensor | None] = []
     start = slots
     for pages in parts:

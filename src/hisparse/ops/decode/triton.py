@@ -197,6 +197,7 @@ def decode_attention(
     page_mass: bool,
     split: str | None,
     tuning: Tuning | None = None,
+    out: Tensor | None = None,
 ) -> DecodeResult:
     """See :func:`hisparse.ops.decode.decode_attention`."""
     batch, q_heads, dim = q.shape
@@ -246,7 +247,7 @@ def decode_attention(
         n_dense = 1  # nothing to attend to: one share that finds no token
     part = q.new_empty(batch, q_heads, n_share, dim, dtype=torch.float32)
     part_lse = q.new_empty(batch, q_heads, n_share, dtype=torch.float32)
-    out = q.new_empty(batch, q_heads, dim)
+    out = q.new_empty(batch, q_heads, dim) if out is None else out
     lse = q.new_empty(batch, q_heads, dtype=torch.float32)
     k_mean = stats.k_mean if stats is not None else part_lse
     means = (

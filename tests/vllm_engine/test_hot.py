@@ -183,7 +183,7 @@ class BatchedEngine(Engine):
         seen: list[Tensor] = []
         batch = self.memory.decode_batch
 
-        def twice(q: Tensor, step: object) -> Tensor:
+        def twice(q: Tensor, step: object, out: Tensor | None = None) -> Tensor:
             found = batch(q, step)  # type: ignore[arg-type]
             self.memory.hot = None
             seen.append(batch(q, step))  # type: ignore[arg-type]

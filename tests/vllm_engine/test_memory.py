@@ -214,6 +214,23 @@ def test_a_chunk_recalls_what_its_queries_ask_for(name: str, choose: str) -> Non
     assert int(engine.memory.recalled) <= 4 * budget * (len(q) if choose == "token" else 1)
 
 
+@pytest.mark.parametrize("name", ["host", "device", "kept"])
+def test_what_one_request_overflowed_is_counted_and_harms_no_other(name: str) -> None:
+    engine = Engine(settings_of(name))
+    some, other = Request(), Request()
+    assert error(*engine.read(other, 150)) < 0.05
+    engine.read(some, 100)
+    assert int(engine.memory.faults) == 0
+    some.k[0][70] = float("nan")
+    some.v[0][80, 1, 5] = float("inf")
+    engine.pack(some, 0)
+    engine.read(some, 100)
+    assert int(engine.memory.faults) > 0
+    for _ in range(30):
+        found, expected = engine.decode([some, other])
+        assert error(found[1], expected[1]) < 0.05
+
+
 def test_padding_reads_nothing_and_writes_to_nobodys_block() -> None:
     engine = Engine(settings_of("host"))
     request = Request()

@@ -85,6 +85,7 @@ class LayerMemory:
         self.recalled = torch.zeros((), dtype=torch.int64, device=blocks.device)  # rows
         self.steps = torch.zeros((), dtype=torch.int64, device=blocks.device)  # queries that recalled
         self.error = torch.zeros((), device=blocks.device)  # relative, of the keys of the page checked last
+        self.faults = torch.zeros(1, dtype=torch.int32, device=blocks.device)  # blocks of values that cannot be packed
         self._packed_pages = 0
 
     # -- dense tokens ----------------------------------------------------------------------------------------------
@@ -151,17 +152,17 @@ class LayerMemory:
                 self.hot.forget(ids.int())
 
     def _packed(self, k: Tensor, v: Tensor, index: Tensor, number: int, tokens: int, kept: bool) -> Tensor:
+        """Pages of tokens `index`. What one request overflowed must not stop the others: such values are counted."""
         layout, vtq = self.layout, self.config.vtq
         shape = (-1, tokens, layout.heads, layout.head_dim)
         fmt = layout.page if kept else layout.row
-        return pack_pages(
-            _take(k, index).view(shape),
-            _take(v, index).view(shape),
-            self.stats,
-            fmt,
-            vtq.split,
-            vtq.peak_separation_threshold,
-        )
+        k, v = (_take(x, index).view(shape) for x in (k, v))
+        if not k.is_cuda:  # a kernel counts by itself
+            bad = int(sum((~x.isfinite()).flatten(1).any(1).sum() for x in (k, v)))
+            if bad:
+                self.faults += bad
+                k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
+        return pack_pages(k, v, self.stats, fmt, vtq.split, vtq.peak_separation_threshold, self.faults)
 
     def row_ids(self, records: Tensor) -> Tensor:
         """Where the packed values of row records lie: the records themselves, or rows of the host pool."""

@@ -90,6 +90,7 @@ class Runtime:
         self.claims = Claims(self.hot_size.rows, torch.device(vllm_config.device_config.device_type))
         self.full: list[Full] = []
         self.anchors: AnchorShare | None = None  # of the layer in the middle
+        self._faults_seen = 0
         self._anchors_seen: tuple[float, ...] = (0.0, 0.0)
         self._waiting: Metadata | None = None
         self._room: Step | None = None
@@ -369,10 +370,23 @@ class Runtime:
             found["hot_hits"], found["hot_misses"] = hits + shared, misses
             found["hot_bytes"] = self.hot_size.bytes * len(layers)
             found.update(self._anchor_hit_rate())
+            found["faulty_blocks"] = self._faults(layers)
             found["quantisation_error"] = float(torch.stack([memory.error for memory in layers]).mean())
             found["device_bytes"] = sum(len(memory.dense) for memory in layers) * self.layout.block_bytes
             found["host_bytes"] = sum(0 if self.layout.rows_on_device else memory.row_pages.nbytes for memory in layers)
         return found
+
+    def _faults(self, layers: list[LayerMemory]) -> int:
+        """Blocks so far that held what cannot be packed; says so when there are more."""
+        faults = int(torch.cat([memory.faults for memory in layers]).sum())
+        if faults > self._faults_seen:
+            logger.warning(
+                "HiSparse: %d blocks of keys or values held inf or NaN: the requests that they belong to read nonsense. "
+                "A float16 model may have overflowed: try bfloat16",
+                faults - self._faults_seen,
+            )
+        self._faults_seen = faults
+        return faults
 
     def _anchor_hit_rate(self) -> dict[str, float]:
         """Of the queries since the last call; nothing where there were none."""

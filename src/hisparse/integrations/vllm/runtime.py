@@ -381,7 +381,7 @@ class Runtime:
         faults = int(torch.cat([memory.faults for memory in layers]).sum())
         if faults > self._faults_seen:
             logger.warning(
-                "HiSparse: %d blocks of keys or values held inf or NaN: the requests that they belong to read nonsense. "
+                "HiSparse: %d blocks of keys or values held inf or NaN: the requests that they are of read nonsense. "
                 "A float16 model may have overflowed: try bfloat16",
                 faults - self._faults_seen,
             )

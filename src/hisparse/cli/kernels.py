@@ -53,7 +53,7 @@ def decode(
     from hisparse.bench.measure import read_bandwidth
 
     speeds = {"read_bandwidth": read_bandwidth(device)}
-    sizes, contexts = page_size or [4, 8], context or [1 << 17, 1 << 20]
+    sizes, contexts = _page_sizes(page_size, [4, 8]), context or [1 << 17, 1 << 20]
     rows = (
         row
         for name in _shapes(shape)
@@ -107,6 +107,7 @@ def recall(
     from hisparse.bench.measure import pinned_bandwidth, read_bandwidth
     from hisparse.config import GPU_PAGE
 
+    sizes = _page_sizes(page_size, [GPU_PAGE])
     speeds = {"read_bandwidth": read_bandwidth(device), "pinned_bandwidth": pinned_bandwidth(device)}
     rows = (
         row
@@ -114,7 +115,7 @@ def recall(
         for tokens in context or [1 << 17, 1 << 20]
         for width in bits or [2]
         for target in capacity or [9.1]
-        for size in page_size or [GPU_PAGE]
+        for size in sizes
         for row in bench.run(name, tokens, target, width, size, device, *speeds.values())
     )
     _report(rows, out, commit, speeds)
@@ -212,6 +213,16 @@ def _cuda(bench: str) -> torch.device:
     from hisparse.bench.measure import require_cuda
 
     return require_cuda(bench)
+
+
+def _page_sizes(sizes: list[int] | None, default: list[int]) -> list[int]:
+    """Tokens a page that the benchmarks' contexts can be cut into. Raises InputError for others."""
+    from hisparse.errors import InputError
+
+    for size in sizes or default:
+        if size < 1 or 64 % size:
+            raise InputError(f"--page-size {size}: use a power of two up to 64")
+    return sizes or default
 
 
 def _shapes(names: list[str] | None) -> list[str]:

@@ -103,7 +103,7 @@ class SelectionConfig(_Section):
 
     scan_interval: sketches are scanned every so many steps; in between the rows of the last scans serve. hot_factor:
     how many times the rows of one step a GPU keeps of those recalled lately, where the byte target leaves room (0:
-    none).
+    none). share_layers: so many layers in a row recall the same rows in a decode step, which the first of them chooses.
     """
 
     sketch_bits: Literal[1, 2] = 2
@@ -113,6 +113,7 @@ class SelectionConfig(_Section):
     rows: Literal["host", "device"] = "host"
     scan_interval: int = Field(1, ge=1)
     hot_factor: float = Field(2.0, ge=0, le=64)
+    share_layers: int = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _hot(self) -> SelectionConfig:

@@ -74,6 +74,12 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "a scan every three steps, no hot buffer": {"scan_interval": 3, "hot_factor": 0.0},
     "a scan every two steps, rows on the device": {"scan_interval": 2, "rows": "device", "hot_factor": 1.0},
     "one bit, rows of eight": {"sketch_bits": 1, "row_size": 8},
+    "two layers recall the same rows": {"share_layers": 2},
+    "two layers recall the same rows, a scan every two steps": {
+        "share_layers": 2,
+        "scan_interval": 2,
+        "hot_factor": 0.0,
+    },
 }
 
 
@@ -135,6 +141,29 @@ def test_sketches_are_scanned_every_so_many_steps(
         before = len(scans)
         model(prompt(1), past_key_values=cache)
         assert len(scans) == before + 1
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("share", "scans"), [(1, 5), (2, 3), (3, 2), (9, 1)])
+def test_layers_share_the_rows_that_the_first_of_them_chose(
+    at_once: bool, share: int, scans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "batched", lambda device, geometry: at_once)
+    module, name = (hisparse.cache.decode, "scan_and_select") if at_once else (hisparse.cache.layer, "select_rows")
+    seen: list[int] = []
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kw: [seen.append(1), original(*args, **kw)][1])
+    model = tiny(num_hidden_layers=5)
+    cache = cache_for(model, settings_of(selection={**FEW, "share_layers": share, "hot_factor": 0.0}))
+    with torch.no_grad():
+        model(prompt(150), past_key_values=cache)
+        for step in range(3):
+            seen.clear()
+            model(prompt(1, seed=step), past_key_values=cache)
+            assert len(seen) == scans
+    report = cache.report()
+    assert sum(report.device.values()) == report.gpu_bytes
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize("hot_factor", [1.0, 2.0])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hisparse.cache.geometry import Geometry, rounded
 from hisparse.cache.pools import HostPool
+from hisparse.cache.sequence import View
 from hisparse.cache.tables import Packing, Step, Tables
 from hisparse.ops.decode import DecodeResult, Pages, decode_attention, reserve
 from hisparse.ops.fetch import HostRows, HotBuffer, fetch_rows, gather_rows, held_rows
@@ -61,6 +62,36 @@ class RecallRows:
     fmt: PageFormat
     bits: int
     hot: HotBuffer | None = None
+
+
+class SharedChoice:
+    """The rows that one layer chose for a step, for the layers after it that recall the same ones
+    (`selection.share_layers`). A choice serves the step or view that it was made for, and no other."""
+
+    def __init__(self) -> None:
+        self._batch: tuple[Step, Chosen] | None = None
+        self._rows: dict[int, tuple[View, Tensor]] = {}  # by batch row
+
+    def batch(self, step: Step) -> Chosen | None:
+        """What was chosen for the whole batch."""
+        return self._batch[1] if self._batch is not None and self._batch[0] is step else None
+
+    def keep_batch(self, step: Step, chosen: Chosen) -> None:
+        self._batch = step, chosen
+
+    def row(self, row: int, view: View) -> Tensor | None:
+        """int64: what was chosen for the sequence in batch row `row`."""
+        made, chosen = self._rows.get(row, (None, None))
+        return chosen if made is view else None
+
+    def keep_row(self, row: int, view: View, chosen: Tensor) -> None:
+        self._rows[row] = view, chosen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the choices that are held."""
+        size = sum(chosen.nbytes for _, chosen in self._rows.values())
+        return size + (0 if self._batch is None else sum(x.nbytes for x in self._batch[1]))
 
 
 def choose_rows(
@@ -167,11 +198,11 @@ class BatchedDecode:
     """What one layer keeps between decode steps beside its bytes: the hot buffer and, with a scan interval, the rows of
     the last scans.
 
-    `tables` are shared by all layers. What is counted on the device is read by `counts`.
+    `tables` and `shared` are shared by all layers. What is counted on the device is read by `counts`.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
+    def __init__(self, tables: Tables, shared: SharedChoice) -> None:
+        self.tables, self.shared = tables, shared
         self.hot: HotBuffer | None = None
         self.chosen: Chosen | None = None  # of the last scan
         self.recent: Chosen | None = None  # of the last scans, where no hot buffer tells
@@ -193,7 +224,7 @@ class BatchedDecode:
         recalled = early = None
         if step.has_rows:
             rows = self._rows(store, step)
-            if self._scans(step) and can_start_early(rows):
+            if self._scans(store, step) and can_start_early(rows):
                 early = reserve(query, store.dense_k)
             recalled = self._recall(store, rows, query, step, scaling, early is not None)
         split = store.geometry.config.vtq.split
@@ -202,8 +233,9 @@ class BatchedDecode:
             early=early,
         ).out[:, :, None]  # fmt: skip
 
-    def _scans(self, step: Step) -> bool:
-        return not step.everything and (step.scan or self.chosen is None)
+    def _scans(self, store: LayerStore, step: Step) -> bool:
+        following = not store.leads and self.shared.batch(step) is not None
+        return not step.everything and not following and (step.scan or self.chosen is None)
 
     def _recall(
         self, store: LayerStore, rows: RecallRows, query: Tensor, step: Step, scaling: float, early: bool
@@ -213,7 +245,12 @@ class BatchedDecode:
         if self.chosen is not None and not step.scan and not step.everything:
             store.recalled.count(len(step.most), 0, selection.row_size, row_bytes)
             return self._recall_again(rows, self.chosen)
-        chosen = choose_rows(query, rows, store.stats, scaling, step.budget, step.wanted, everything=step.everything)
+        followed = None if store.leads else self.shared.batch(step)
+        chosen = followed or choose_rows(
+            query, rows, store.stats, scaling, step.budget, step.wanted, everything=step.everything
+        )
+        if selection.share_layers > 1:
+            self.shared.keep_batch(step, chosen)
         store.recalled.count(len(step.most), sum(step.most), selection.row_size, row_bytes)
         pages = bring_rows(rows, chosen, step.most, early)
         self.held, self.most, self.filled = None, step.most, pages.pool

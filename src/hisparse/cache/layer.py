@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hisparse.cache.decode import BatchedDecode
+from hisparse.cache.decode import BatchedDecode, SharedChoice
 from hisparse.cache.geometry import Geometry
 from hisparse.cache.pools import HostPool, PageIds, Pool
 from hisparse.cache.sequence import Commit, View
@@ -47,7 +47,8 @@ class LayerStore:
     """K and V of one layer for every sequence of a batch.
 
     `stats` may start as None: they are then estimated from the first tokens that are packed. With `tables`, decode
-    steps run for the whole batch at once (`attend_step`), and rows on the host lie in pinned memory.
+    steps run for the whole batch at once (`attend_step`), and rows on the host lie in pinned memory. place: how many
+    layers of the cache come before this one; shared: what those that recall the same rows leave for each other.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class LayerStore:
         order: Tensor,
         device: torch.device,
         tables: Tables | None = None,
+        place: int = 0,
+        shared: SharedChoice | None = None,
     ) -> None:
-        self.geometry = geometry
+        self.geometry, self.place = geometry, place
+        self.shared = shared or SharedChoice()
         self.page_ids, self.row_ids = page_ids, row_ids
         self.stats = None if stats is None else stats.to(device)
         self.estimated = stats is None
@@ -79,7 +83,7 @@ class LayerStore:
         self.sketch_codes = Pool(tokens * geometry.head_dim * geometry.config.selection.sketch_bits // 8, device)
         self.sketch_scales = Pool(tokens, device)
         self.recalled = Recalled()
-        self.decode = None if tables is None else BatchedDecode(tables)
+        self.decode = None if tables is None else BatchedDecode(tables, self.shared)
         self.chosen: dict[int, Tensor] = {}  # by batch row: int32 row ids of the last scans, newest first
         self._written = 0  # no row id from here on was written yet
 
@@ -186,7 +190,20 @@ class LayerStore:
             return Packed(self.rows.source, self.row_format, view.host_rows)
         return Packed(self.rows.data, self.row_format, view.rows)
 
+    @property
+    def leads(self) -> bool:
+        """False where rows are those that a layer before this one chose."""
+        return self.place % self.geometry.config.selection.share_layers == 0
+
     def _choose(self, q: Tensor, row: int, view: View, wanted: int, scaling: float) -> Tensor:
+        """int64: the rows that one step recalls; those of the layer that leads, where that is another one."""
+        followed = None if self.leads else self.shared.row(row, view)
+        chosen = self._choose_own(q, row, view, wanted, scaling) if followed is None else followed
+        if self.geometry.config.selection.share_layers > 1:
+            self.shared.keep_row(row, view, chosen)
+        return chosen
+
+    def _choose_own(self, q: Tensor, row: int, view: View, wanted: int, scaling: float) -> Tensor:
         """int64: the rows that one step recalls; between scans those of the last scans."""
         selection, last = self.geometry.config.selection, self.chosen.get(row)
         if last is not None and not view.scan:
@@ -306,8 +323,9 @@ class LayerStore:
             sizes["rows"] = self.rows.nbytes
         if self.decode is not None:
             sizes["hot"] = self.decode.nbytes
-        if self.chosen:
-            sizes["chosen"] = sum(ids.nbytes for ids in self.chosen.values())
+        chosen = sum(ids.nbytes for ids in self.chosen.values()) + (self.shared.nbytes if self.place == 0 else 0)
+        if chosen:
+            sizes["chosen"] = chosen
         return sizes
 
     def host_bytes(self) -> int:

@@ -39,9 +39,9 @@ class HiSparseLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, shared: Shared, index: int, first: bool, stats: ChannelStats | None, order: Tensor) -> None:
+    def __init__(self, shared: Shared, index: int, place: int, stats: ChannelStats | None, order: Tensor) -> None:
         super().__init__()
-        self.shared, self.index, self.first = shared, index, first
+        self.shared, self.index, self.place, self.first = shared, index, place, place == 0
         self.stats, self.order = stats, order
         self.store: LayerStore | None = None
         self.waiting = False  # a chunk was handed out and has not come back through the attention function
@@ -53,8 +53,9 @@ class HiSparseLayer(CacheLayerMixin):  # type: ignore[misc]
         if shared.geometry.batched and shared.tables is None:
             shared.tables = Tables(key_states.shape[0], device)
         self.store = LayerStore(
-            shared.geometry, shared.page_ids, shared.row_ids, self.stats, self.order, device, shared.tables
-        )
+            shared.geometry, shared.page_ids, shared.row_ids, self.stats, self.order, device, shared.tables,
+            self.place, shared.choice,
+        )  # fmt: skip
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -237,9 +238,8 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         layers: list[CacheLayerMixin] = []
         for index, kind in enumerate(kinds):
             if kind == "full_attention":
-                layers.append(
-                    HiSparseLayer(self.shared, index, index == held[0], stats[index] if stats else None, order)
-                )
+                place = held.index(index)
+                layers.append(HiSparseLayer(self.shared, index, place, stats[index] if stats else None, order))
             else:
                 layers.append(_SlidingLayer(self.shared, text.sliding_window, index, index < held[0]))
         super().__init__(layers=layers)

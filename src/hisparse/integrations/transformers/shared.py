@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hisparse.cache.decode import SharedChoice
 from hisparse.cache.geometry import Geometry
 from hisparse.cache.planner import Planner
 from hisparse.cache.pools import PageIds
@@ -51,6 +52,7 @@ class Shared:
         self.commits: list[Commit | None] = []
         self.tables: Tables | None = None  # where decode steps run for the whole batch at once
         self.step: Step | None = None  # the chunk in progress, where it is such a step
+        self.choice = SharedChoice()  # rows that several layers recall
         self.steps = 0  # decode steps since the last longer chunk
         self.seen = 0  # columns seen so far, padding included
         self.begun = 0  # chunks

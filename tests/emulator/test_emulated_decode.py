@@ -76,15 +76,18 @@ def test_at_every_shape(dim, group, heads, queries, tokens, split, bits, run) ->
 
 
 @pytest.mark.parametrize("rows", [(70,), (9, 0, 30)], ids=str)
-def test_an_early_start_needs_nothing_of_the_kernels_ahead(rows: tuple[int, ...], run: Any) -> None:
+def test_an_early_start_needs_nothing_of_the_kernels_ahead(
+    rows: tuple[int, ...], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until it has waited, all that the scan and the fetch leave is nonsense to it."""
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda index: 5 + cuda.CLUSTER)
     case = make_case(
         torch.bfloat16, **COMMON, counts=(100, 5, 0)[: len(rows)], rows=rows, lengths=(148, 0, 7)[: len(rows)]
     )
     early = cuda.reserve(case.q, case.dense_k)
     assert case.recalled is not None
     behind(case.recalled.pool, case.recalled.table, case.recalled.count)
-    tuning = cuda.Tuning(4, 3, late=2, ahead=2)
+    tuning = cuda.Tuning(4, 3)
     check(case, cuda.decode_attention(*case.arguments(), None, None, False, "rope", tuning, early=early))
 
 
@@ -152,14 +155,13 @@ def test_a_stage_that_is_not_waited_for_is_found(run: Any, altered: Any, monkeyp
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 140), st.integers(0, 20), st.integers(0, 15), st.integers(0, 30), st.integers(0, 900))
-def test_every_unit_has_one_block(blocks: int, late: int, ahead: int, jobs: int, units: int) -> None:
-    """Whatever starts late and has dense slots: each unit of kept pages, and of rows, is one block's turn."""
-    early = blocks - min(late, blocks - 1)
-    busy = min(jobs, max(1, early // 2))
+@given(st.integers(1, 140), st.integers(0, 30), st.integers(0, 900))
+def test_every_unit_has_one_block(blocks: int, jobs: int, units: int) -> None:
+    """Whatever has dense slots: each unit of kept pages, and of rows, is one block's turn."""
+    busy = min(jobs, max(1, blocks // 2))
     for rows in (0, 1):
         taken = (ctypes.c_int * (units + 1))()
-        assert _turns().take(blocks, busy, early, ahead if late else 0, rows, units, taken) == 0
+        assert _turns().take(blocks, busy, rows, units, taken) == 0
         assert list(taken)[:units] == [1] * units
 
 
@@ -174,9 +176,9 @@ def _turns() -> ctypes.CDLL:
         using std::max; using std::min;
         #define __device__
         {found[0]}
-        extern "C" int take(int blocks, int busy, int early, int ahead, bool rows, int units, int* taken) {{
+        extern "C" int take(int blocks, int busy, bool rows, int units, int* taken) {{
           for (int own = 0; own < blocks; own++) {{
-            const Turns turns = {{own, blocks, busy, early, ahead}};
+            const Turns turns = {{own, blocks, busy}};
             const int number = turns.number(rows, units);
             for (int n = 0, before = -1; n < number; before = turns.unit(rows, n++)) {{
               const int unit = turns.unit(rows, n);

@@ -14,6 +14,7 @@ from torch import Tensor
 from hisparse.ops._cuda import Kernel, can_run, load_kernel
 from hisparse.ops.decode import triton as general
 from hisparse.ops.decode.types import DecodeResult, Pages
+from hisparse.ops.fetch.cuda import CLUSTER
 from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
@@ -31,17 +32,12 @@ COMBINERS, CHANNELS = 256, 32
 @dataclass(frozen=True)
 class Tuning:
     """tiles: tiles of 16 tokens that a stage holds, each attended to by one warp a KV head; stages: depth of the copy
-    pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift.
-
-    Of a call that starts early: late: blocks that start late, because the fetch has their multiprocessors; ahead: units
-    of kept pages that each of the others can do until the recalled rows are there."""
+    pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift."""
 
     tiles: int
     stages: int
     blocks: int = 1
     multiply: int = 0
-    late: int = 4
-    ahead: int = 12
 
 
 def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:
@@ -135,9 +131,10 @@ def supports(
     )
 
 
-def _parts(q: Tensor, dense_k: Tensor, blocks: int) -> tuple[int, int]:
-    """Pieces of dense slots, and blocks of a sequence: both have a part of the result each."""
-    share = max(1, _multiprocessors(q.device.index or 0) * blocks // len(q))
+def _parts(q: Tensor, dense_k: Tensor, blocks: int, taken: int = 0) -> tuple[int, int]:
+    """Pieces of dense slots, and blocks of a sequence: both have a part of the result each. taken: multiprocessors that
+    others have."""
+    share = max(1, (_multiprocessors(q.device.index or 0) - taken) * blocks // len(q))
     return -(-dense_k.shape[2] // DENSE), share
 
 
@@ -236,10 +233,12 @@ def decode_attention(
     index = q.device.index or 0
     bf16 = q.dtype == torch.bfloat16
     kernel = _kernel(fmt, q_heads // heads, bf16, (sizes[0], sizes[1]), page_mass, split == "rope", tune, index)
-    pieces, share = _parts(q, dense_k, tune.blocks)
-    n_part = pieces + (share if any(parts) else 0)
-    room = _room(q, n_part)
+    room = _room(q, sum(_parts(q, dense_k, tune.blocks)))
     starts_early = early is not None and len(early) >= room and not page_mass and not copied
+    # A block that started when the fetch has ended would be the last one, however little it had to do.
+    taken = CLUSTER if starts_early and batch == 1 else 0
+    pieces, share = _parts(q, dense_k, tune.blocks, taken)
+    n_part = pieces + (share if any(parts) else 0)
     part = early if early is not None and starts_early else q.new_empty(room, dtype=torch.float32)
     part_lse = part[batch * q_heads * n_part * dim :]
     out = q.new_empty(batch, q_heads, dim) if out is None else out
@@ -264,14 +263,13 @@ def decode_attention(
     statistics: list[Tensor | None] = [None] * 5
     if stats is not None:
         statistics = [stats.order, stats.k_mean, stats.k_scale, stats.v_mean, stats.v_scale]
-    late = min(tune.late, share - 1) if starts_early and batch == 1 else 0
     kernel(
         (share, batch, 1),
         32 * heads * tune.tiles,
         [
             q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling),
             dense_k.shape[2], n_part, *widths, q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1),
-            dense_k.stride(2), 1 << 24, *strides, starts_early, late, tune.ahead if late else 0,
+            dense_k.stride(2), 1 << 24, *strides, starts_early,
         ],
         shared=_shared(fmt, q_heads // heads, tune.tiles, tune.stages, sizes),
         overlap=True,

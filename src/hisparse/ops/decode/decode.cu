@@ -31,28 +31,23 @@ constexpr int SUM_ROW = DIM + 4;  // no bank conflicts
 constexpr int SUMS = WARPS * 8 * (SUM_ROW + 2) * 4;
 constexpr int RING = STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS;
 
-// Which units a block has. Blocks from `early` on start late, when the kernels ahead leave them a multiprocessor: the first
-// `ahead` rounds of kept pages are shared by the others. Blocks below `busy` have dense slots to attend to, too: a round before
-// all is shared by the others. Rows come to all alike, to the last of the early blocks first, to the late ones last: they have
-// their queries still to prepare when the rows are there.
+// Which units a block has. Blocks below `busy` have dense slots to attend to, too: a round of kept pages before all is shared by
+// the others. Rows come to the last block first, which has most likely a unit of kept pages less.
 struct Turns {
-    int own, blocks, busy, early, ahead;
+    int own, blocks, busy;
     __device__ inline int kept(int n) const {
-        const int free = early - busy, first = own >= busy && own < early, rounds = own < early ? ahead : 0;
-        n -= first;
-        if (n < 0) return own - busy;
-        return n < rounds ? free + n * early + own : free + ahead * early + (n - rounds) * blocks + own;
+        const int free = blocks - busy;
+        n -= own >= busy;
+        return n < 0 ? own - busy : free + n * blocks + own;
     }
-    __device__ inline int first_rows() const { return own < early ? early - 1 - own : own; }
+    __device__ inline int first_rows() const { return blocks - 1 - own; }
     __device__ inline int rows(int n) const { return n * blocks + first_rows(); }
     __device__ inline int unit(bool of_rows, int n) const { return of_rows ? rows(n) : kept(n); }
     // How many of `units` are the block's.
     __device__ inline int number(bool of_rows, int units) const {
         if (of_rows) return (max(units - first_rows(), 0) + blocks - 1) / blocks;
-        const int free = early - busy, first = own >= busy && own < early && own - busy < units;
-        const int together = units - free - own, apart = together - ahead * early;
-        const int rounds = own < early ? min((max(together, 0) + early - 1) / early, ahead) : 0;
-        return first + rounds + (max(apart, 0) + blocks - 1) / blocks;
+        const int first = own >= busy && own - busy < units, together = units - (blocks - busy) - own;
+        return first + (max(together, 0) + blocks - 1) / blocks;
     }
 };
 
@@ -238,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
            const int* rows_count, float* rows_mass, const i64* order, const float* k_mean, const float* k_scale,
            const float* v_mean, const float* v_scale, float* part, float* part_lse, float scaling, int dense_slots, int n_part,
            int kept_width, int rows_width, int q_batch, int q_head, int dense_batch, int dense_head, int dense_token,
-           u32 eighth, int kept_stride, int rows_stride, int early, int late, int ahead) {
+           u32 eighth, int kept_stride, int rows_stride, int early) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ u64 barriers[STAGES];
     __shared__ u32 counters[STAGES];
@@ -246,9 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __shared__ Pages pages[2];  // of either kind
     start_next();  // it waits for the end of this kernel
     const int warp = threadIdx.x >> 5, batch = blockIdx.y, pieces = (dense_slots + DENSE - 1) / DENSE;
-    const int n_jobs = pieces * HEADS, early_blocks = (int)gridDim.x - late;
-    const Turns turns = {(int)blockIdx.x, (int)gridDim.x, min(n_jobs, max(1, early_blocks / 2)), early_blocks,
-                         ahead};
+    const int n_jobs = pieces * HEADS;
+    const Turns turns = {(int)blockIdx.x, (int)gridDim.x, min(n_jobs, max(1, (int)gridDim.x / 2))};
     const Ring ring = {opaque(shared_address(shared)), opaque(shared_address(barriers)), opaque(shared_address(counters)),
                        waiting};
     if (threadIdx.x == 0) {
@@ -261,8 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const bool waits = !early || turns.own >= turns.early;
-    if (waits) wait_for_previous();
+    if (!early) wait_for_previous();
     q += (i64)batch * q_batch;
     scaling *= LOG2E;
     const i64 first_query = (i64)batch * HEADS * QUERIES, row = first_query * n_part + pieces + turns.own;
@@ -272,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Place place = {0, 0};
     Requested asked;
     int ids[FIRST + 1], row_ids[FIRST + 1], n_kept = 0, n_rows = 0;
-    const bool together = waits && rows_table;  // rows take the stages that kept pages leave
+    const bool together = !early && rows_table;  // rows take the stages that kept pages leave
     if (kept_table) {
         look_up(ids, pages[0], turns);
         n_kept = kept_count[batch];
@@ -302,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         wait_for_previous();
         if (threadIdx.x < HEADS * QUERIES) part_lse[row + (i64)threadIdx.x * n_part] = __int_as_float(0xFF800000);
     };
-    if ((waits || !rows_table) && !kept_number && !turns.number(true, units_of(true, n_rows))) return write_nothing();
+    if ((!early || !rows_table) && !kept_number && !turns.number(true, units_of(true, n_rows))) return write_nothing();
     normalise(weights, queries, asked, scaling);
     __syncthreads();
     const int head = warp % HEADS, tile = warp / HEADS;
@@ -333,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         masses = {rows_mass + first * rows_width, rows_width};
         count = read_fresh(rows_count + batch);
         int begun = 0;
-        if (waits) {  // read anew: fewer registers
+        if (!early) {  // read anew: fewer registers
             begun = max(STAGES - turns.number(false, units_of(false, kept_table ? read_fresh(kept_count + batch) : 0)), 0);
             if (turns.number(true, units_of(true, count)) <= begun) continue;
         }

@@ -79,6 +79,14 @@ struct Copy {
   unsigned barrier;      // of a bulk copy: shared address
 };
 
+// From shared into global memory. What it has read from there is in `data`.
+struct Store {
+  char* to;
+  const char* from;
+  unsigned size;
+  std::vector<char> data;
+};
+
 struct Warp;
 struct Block;
 
@@ -90,6 +98,8 @@ struct Fiber {
   Block* block = nullptr;
   std::vector<Copy> open;               // copies of the group not committed yet
   std::deque<std::vector<Copy>> groups;  // committed, oldest first
+  std::deque<std::vector<Store>> stores;  // groups of bulk copies out of shared memory; the last one is not committed yet
+  unsigned cluster_phase = 0;           // of the cluster's barrier, at which it arrived last
   const void* heard = nullptr;          // global memory that it read last while others may write it, and what was there
   char words[16];
   unsigned size = 0;
@@ -153,6 +163,8 @@ struct Device {
   std::vector<Copy> bulk;
   std::vector<std::pair<const char*, const char*>> known;  // global memory that copies may read
   Barrier cluster, ahead;      // `ahead`: threads that wait for the kernel ahead
+  unsigned cluster_phase = 0;  // how often all threads have arrived at the cluster's barrier
+  int arrived = 0;             // at it
   std::vector<Fiber*> listening;  // to what others write into global memory
   std::vector<Hidden> hidden;  // of it
   bool before = false;         // it has not ended yet
@@ -315,6 +327,24 @@ static void finish_group(std::vector<Copy>& group) {
   }
 }
 
+// Bulk copies out of shared memory read as late as the program allows, and write as late as that, too.
+static void read_stores(Fiber& f, size_t left) {
+  for (size_t i = 0; i + left < f.stores.size(); i++)
+    for (Store& s : f.stores[i])
+      if (s.data.empty()) s.data.assign(s.from, s.from + s.size);
+}
+static void finish_stores(Fiber& f, size_t left) {
+  read_stores(f, left);
+  for (; f.stores.size() > left; f.stores.pop_front())
+    for (Store& s : f.stores.front()) memcpy(s.to, s.data.data(), s.size);
+}
+
+static void settle_cluster() {
+  if (device.arrived < device.alive || !device.alive) return;
+  device.arrived = 0, device.cluster_phase++;
+  wake(device.cluster.waiting);
+}
+
 // The kernel ahead starts or ends, as the programs of the cluster that runs see it.
 static void show_other() {
   for (Hidden& h : device.hidden) std::swap_ranges(h.other.begin(), h.other.end(), h.at);
@@ -343,6 +373,10 @@ static void leave() {
   Fiber& f = *device.now;
   for (auto& group : f.groups) finish_group(group);
   finish_group(f.open);
+  for (const auto& group : f.stores)
+    for (const Store& store : group)
+      if (store.data.empty()) fail("a program ends before a bulk copy has read its shared memory");
+  finish_stores(f, 0);
   f.done = true;
   f.warp->alive--, f.block->alive--, device.alive--;
   Warp& w = *f.warp;
@@ -352,7 +386,7 @@ static void leave() {
     wake(w.waiting);
   }
   if (!f.block->all.waiting.empty() && (int)f.block->all.waiting.size() >= f.block->alive) wake(f.block->all.waiting);
-  if (!device.cluster.waiting.empty() && (int)device.cluster.waiting.size() >= device.alive) wake(device.cluster.waiting);
+  if (device.arrived) settle_cluster();
   block_here();
 }
 
@@ -424,6 +458,7 @@ static const char* launch(unsigned gx, unsigned gy, unsigned gz, unsigned thread
     device.fibers = std::vector<Fiber>(count);
     device.blocks = std::vector<Block>(cluster);
     device.bulk.clear(), device.listening.clear(), device.cluster = device.ahead = Barrier(), device.alive = (int)count;
+    device.cluster_phase = 0, device.arrived = 0;
     const unsigned groups = gx / cluster;
     for (unsigned r = 0; r < cluster; r++) {
       Block& b = device.blocks[r];

@@ -120,6 +120,17 @@ static T atomicOr(T* p, T x) {
   *p |= x;
   return old;
 }
+static int atomicMin(int* p, int x) {
+  const int old = *p;
+  *p = std::min(old, x);
+  return old;
+}
+template <class T>
+static T atomicExch(T* p, T x) {
+  const T old = *p;
+  *p = x;
+  return old;
+}
 static size_t __cvta_generic_to_shared(const void* p) {
   const emu::Block& b = *device.now->block;
   const char* at = (const char*)p;
@@ -244,6 +255,8 @@ template <class T>
 static void mapa(u32& y, u32 x, T rank) { y = x % emu::WINDOW + (u32)rank * emu::WINDOW; }
 template <class T>
 static void ld_cluster(T& x, u32 at) { x = read_at<T>(at, "ld.shared::cluster"); }
+static void st_cluster_u32(u32 at, u32 x) { write_at(at, x, "st.shared::cluster"); }
+static void red_or_cluster(u32 at, u32 x) { write_at(at, read_at<u32>(at, "red.shared::cluster") | x, "red.shared::cluster"); }
 static void st_cluster_u64(u32 at, u64 x) { write_at(at, x, "st.shared::cluster"); }
 
 template <class T, class P>
@@ -302,6 +315,21 @@ static void bulk_copy(u32 to, const void* from, u32 size, u32 barrier, Policy...
   device.bulk.push_back({emu::shared_pointer(to, size, "cp.async.bulk"), (const char*)from, size, size, barrier});
 }
 
+static void bulk_store(void* to, u32 from, u32 size) {
+  if (from % 16 || (uintptr_t)to % 16 || size % 16) emu::fail("a bulk copy that is not aligned to 16 bytes");
+  emu::check_source(to, size);
+  auto& groups = device.now->stores;
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back({(char*)to, emu::shared_pointer(from, size, "cp.async.bulk"), size, {}});
+}
+static void bulk_commit() {
+  auto& groups = device.now->stores;
+  if (groups.empty()) groups.emplace_back();
+  groups.emplace_back();
+}
+static void bulk_wait_read(int left) { emu::read_stores(*device.now, (size_t)left + 1); }
+static void bulk_wait(int left) { emu::finish_stores(*device.now, (size_t)left + 1); }
+
 static void mbarrier_init(u32 at, u32 count) {
   emu::shared_pointer(at, 8, "mbarrier.init");
   emu::Mbarrier m;
@@ -329,6 +357,16 @@ static void wait_for_kernel_ahead() {
   device.ahead.waiting.push_back(device.now);
   emu::block_here();
 }
-static void cluster_wait() { emu::meet(device.cluster, device.alive); }
+static void cluster_arrive() {
+  if (device.now->cluster_phase > device.cluster_phase) emu::fail("a thread arrives twice at the cluster's barrier");
+  device.now->cluster_phase = device.cluster_phase + 1;
+  device.arrived++;
+  emu::settle_cluster();
+}
+static void cluster_wait() {
+  if (device.cluster_phase >= device.now->cluster_phase) return;
+  device.cluster.waiting.push_back(device.now);
+  emu::block_here();
+}
 
 }  // namespace ptx

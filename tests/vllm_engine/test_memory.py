@@ -13,10 +13,12 @@ from torch import Tensor
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.integrations.vllm import memory as memory_module
 from hisparse.integrations.vllm.companions import choose_kept
 from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.step import Step, make_step, ring_place, row_budget
+from hisparse.ops.scan import Chosen
 from hisparse.tlif.scorer import NoveltyScorer
 
 HEADS, QUERIES, DIM = 2, 6, 32
@@ -229,6 +231,44 @@ def test_what_one_request_overflowed_is_counted_and_harms_no_other(name: str) ->
     for _ in range(30):
         found, expected = engine.decode([some, other])
         assert error(found[1], expected[1]) < 0.05
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_layer_follows_the_choice_of_the_one_ahead(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings_of("host", selection={"min_tokens": 16, "root_factor": 0.0, "share_layers": 2})
+    engine, request = Engine(config), Request()
+    engine.read(request, 700)
+    own = engine.memory
+
+    def layer(lead: LayerMemory | None = None) -> LayerMemory:
+        blocks = own.blocks.view(-1, 1, 1, own.layout.block_bytes)
+        made = LayerMemory(
+            own.layout, config, blocks, own.stats, own.order, own.scaling, own.budget, batched, lead=lead
+        )
+        made.row_pages[:] = own.row_pages
+        return made
+
+    alone, first = layer(), layer()
+    second = layer(first)
+    chosen: list[Chosen] = []
+    original = memory_module.scan_and_select
+
+    def spy(*arguments: Any) -> Chosen:
+        chosen.append(original(*arguments))
+        return chosen[-1]
+
+    for _ in range(2):  # what was chosen for the last step is not taken
+        step = engine.step([request], [1])
+        q, other = engine.randn(1, QUERIES, DIM), engine.randn(1, QUERIES, DIM)
+        k, v = engine.randn(1, HEADS, DIM), engine.randn(1, HEADS, DIM)
+        chosen.clear()
+        monkeypatch.setattr(memory_module, "scan_and_select", spy)
+        first.decode(q, k, v, step)
+        found = second.decode(other, k, v, step)
+        assert len(chosen) == 1
+        assert not torch.allclose(alone.decode(other, k, v, step), found, atol=1e-3)
+        monkeypatch.setattr(memory_module, "scan_and_select", lambda *_: chosen[0])
+        torch.testing.assert_close(alone.decode(other, k, v, step), found, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_reads_nothing_and_writes_to_nobodys_block() -> None:

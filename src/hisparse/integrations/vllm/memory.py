@@ -38,7 +38,8 @@ class LayerMemory:
     `stats` may be None: they are then estimated from the first block that is packed. budget: most rows that a query
     recalls. batched: requests decode together, without waiting for the device, as on a GPU; on a CPU nothing is gained
     by a batch, and padding is work. hot: the buffer that such steps read rows of the host through. anchors: counts what
-    decoding attends to, in one layer of a model.
+    decoding attends to, in one layer of a model. lead: the layer whose choice of rows this one follows in decode steps,
+    None where it chooses for itself (`selection.share_layers`).
     """
 
     def __init__(
@@ -53,7 +54,10 @@ class LayerMemory:
         batched: bool = False,
         hot: HotRows | None = None,
         anchors: AnchorShare | None = None,
+        lead: LayerMemory | None = None,
     ) -> None:
+        self.lead = lead
+        self.choice: tuple[Step, Chosen | dict[int, Tensor]] | None = None  # of the last step, for those that follow
         self.batched, self.hot, self.anchors = batched, hot, anchors
         self.layout, self.config, self.scaling, self.budget = layout, config, scaling, budget
         self.blocks_at = blocks.data_ptr()
@@ -206,8 +210,14 @@ class LayerMemory:
         recalled = early = None
         if layout.has_rows and step.row_table.shape[1] and self.stats is not None:
             budget = min(self.budget, step.row_table.shape[1])
-            early = reserve(q, dense_k.transpose(1, 2))
-            chosen = self._choose(q, step.row_table, step.row_count, budget, step.wanted)
+            followed = self._followed(step)
+            if isinstance(followed, Chosen):
+                chosen = followed
+            else:
+                early = reserve(q, dense_k.transpose(1, 2))
+                chosen = self._choose(q, step.row_table, step.row_count, budget, step.wanted)
+                if self.config.selection.share_layers > 1:  # else it would only hold memory
+                    self.choice = step, chosen
             recalled = self._bring(chosen, early is not None)
         quantised = self.config.vtq.enable_per_block_quant
         if quantised and self.stats is None:
@@ -252,8 +262,14 @@ class LayerMemory:
         if rows := int(step.row_count[row]):
             records = step.row_table[row : row + 1, :rows]
             wanted = int(step.wanted[row])
-            if wanted < rows:
+            followed = self._followed(step)
+            if isinstance(followed, dict):
+                records = followed.get(row, records)
+            elif wanted < rows:
                 records = self._choose(q[None], records, step.row_count[row : row + 1], wanted, None).rows
+                if self.choice is None or self.choice[0] is not step or not isinstance(self.choice[1], dict):
+                    self.choice = step, {}
+                self.choice[1][row] = records  # type: ignore[index]
             packed.append(self._rows(records[0].long()))
             self.recalled += records.shape[1]
             self.steps += 1
@@ -284,6 +300,11 @@ class LayerMemory:
         dense = dense_k[None], dense_v[None], length
         result = decode_attention(q[None], *dense, kept, recalled, self.stats, self.scaling, page_mass=True)
         anchors.add(result, recalled.count)
+
+    def _followed(self, step: Step) -> Chosen | dict[int, Tensor] | None:
+        """What the layer ahead chose for this step: for all requests, or by request where they decode one by one."""
+        choice = None if self.lead is None else self.lead.choice
+        return choice[1] if choice is not None and choice[0] is step else None
 
     def _choose(self, q: Tensor, table: Tensor, count: Tensor, budget: int, wanted: Tensor | None) -> Chosen:
         assert self.stats is not None  # rows exist, so something was packed

@@ -326,8 +326,10 @@ class Runtime:
             if index == self.number_of_layers // 2:
                 self.anchors = AnchorShare(blocks.device)
             anchors = self.anchors if index == self.number_of_layers // 2 else None
+            behind = index % self.config.selection.share_layers
+            lead = self.layers[index - behind] if behind else None
             memory = LayerMemory(
-                self.layout, self.config, blocks, own, order, scaling, self.budget, self.static, hot, anchors
+                self.layout, self.config, blocks, own, order, scaling, self.budget, self.static, hot, anchors, lead
             )
             self.layers[index] = memory
         return memory

@@ -1,284 +1,355 @@
-// Rows from the host through the hot buffer: `fetch_rows`, and `list_held` for what is in it. A cluster of programs has a sequence: the first keeps the books, the others bring
-// what is missing.
+// Rows from the host through the hot buffer. A cluster of programs has a sequence, or all sequences where they share a buffer:
+// each program keeps the books of its part of the entries and of the slots, and brings its part of what is missing.
 //
-// A thread that keeps the books has EACH_ENTRY adjacent entries and EACH_SLOT adjacent slots in registers, so that sums over
-// the threads before it are all that order takes: entries get their number among the missing, slots that make room theirs
-// among the slots taken, both in ascending order. The age at which there is room enough is found by counting slots, three
-// ages a round. As soon as it is known what is missing, the others request it; where to, they learn while it is on its way.
+// A warp has EACH_ENTRY times 32 adjacent entries and EACH_SLOT times 32 adjacent slots, so that votes and sums over the warps
+// and programs before it are all that order takes: entries get their number among the missing, slots that make room theirs
+// among the slots taken, both in ascending order. The age at which there is room enough follows from how many slots there are
+// of each age. As soon as it is known what is missing, it is requested; where to, is found out while it is on its way.
 //
-// Macros: THREADS (of a program; 32 warps at most), EACH_ENTRY, EACH_SLOT, AGES (64), VECTORS (of 16 bytes, of a row),
-// PER_SEGMENT. EACH_SLOT * THREADS is below 65536: two counts share a word.
+// Where several sequences want the same row (MERGE), the lowest of its entries stands for it. In slot_of a missing row then
+// says for a while which that is: CLAIM + entry.
+//
+// A warp that moves has DEPTH copies of PIECE vectors on their way from the host into a ring in shared memory, and from there
+// into the buffer; the copy engines do both, so that what is on its way takes no registers and no warp waits for its turn.
+//
+// Macros: CLUSTER (8 programs at most), EACH_ENTRY, EACH_SLOT, AGES (64), VECTORS (of 16 bytes, of a row), PIECE (of these, of a
+// copy), MOVERS (warps of a program that move), DEPTH (a power of two, 32 at most), PER_SEGMENT, MERGE, and common.cuh's.
 
-typedef unsigned int u32;
-typedef long long i64;
+#include "common.cuh"
 
-constexpr int CLUSTER = 4;  // programs a sequence: attention that starts early finds all other multiprocessors free
-constexpr int WARPS = THREADS / 32;
-constexpr int ROOM = THREADS * EACH_ENTRY;
-constexpr int GROUP = VECTORS < 192 ? (VECTORS + 31) / 32 : 6;  // vectors that a lane has on their way
-constexpr u32 ALL = 0xffffffffu;
+constexpr int ENTRIES = THREADS * EACH_ENTRY, SLOTS = THREADS * EACH_SLOT;  // of a program
+constexpr int PIECES = (VECTORS + PIECE - 1) / PIECE;                       // of a row
+constexpr u32 COPY = PIECE * 16, LAST = (VECTORS - (PIECES - 1) * PIECE) * 16;  // bytes of a copy, of a row's last one
+constexpr int CLAIM = -2147483647 - 1;
+static_assert(ENTRIES < 65536 && SLOTS < 65536, "two counts share a word");
 
-// For launches that overlap: waits until the kernel ahead has ended and its writes can be seen; lets the next one start.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// A load that stays where it is among waits and barriers; and one of what the kernel ahead wrote.
-__device__ __forceinline__ int read(const int* p) {
-  int x;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
-__device__ __forceinline__ int read_fresh(const int* p) {
-  int x;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
-
-// A barrier of the cluster, which also shows each program the others' writes; and a word of the first program's shared memory.
+// A barrier of the cluster, which also shows each program the others' writes; and words of another program's shared memory.
+__device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+  arrive_in_cluster();
+  wait_for_cluster();
 }
-__device__ __forceinline__ int read_first(const int* p) {
+__device__ __forceinline__ u32 address_in(const void* p, int program) {
   u32 at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(program));
+  return at;
+}
+__device__ __forceinline__ int read_in(const void* p, int program) {
   int x;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"((u32)__cvta_generic_to_shared(p)), "r"(0));
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address_in(p, program)) : "memory");
   return x;
 }
-
-// Sum of `x` over all threads before this one, and over all; `warps`: shared, WARPS words, used by this call alone.
-__device__ __forceinline__ u32 sum_before(u32 x, u32* warps, u32& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  u32 own = x;
-  for (int d = 1; d < 32; d *= 2) {
-    const u32 other = __shfl_up_sync(ALL, own, d);
-    if (lane >= d) own += other;
-  }
-  if (lane == 31) warps[warp] = own;
-  __syncthreads();
-  u32 sums = lane < WARPS ? warps[lane] : 0;
-  for (int d = 1; d < 32; d *= 2) {
-    const u32 other = __shfl_up_sync(ALL, sums, d);
-    if (lane >= d) sums += other;
-  }
-  total = __shfl_sync(ALL, sums, 31);
-  const u32 ahead = __shfl_sync(ALL, sums, warp > 0 ? warp - 1 : 0);
-  return own - x + (warp > 0 ? ahead : 0);
+__device__ __forceinline__ void write_in(const void* p, int program, u32 x) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in(p, program)), "r"(x) : "memory");
+}
+__device__ __forceinline__ void set_bits_in(const void* p, int program, u32 bits) {
+  asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(address_in(p, program)), "r"(bits) : "memory");
 }
 
 struct Missing {
-  int number;
-  int row[ROOM], slot[ROOM];  // of the missing entries; `slot` has the entry until there is a slot
+  int row[ENTRIES], slot[ENTRIES];  // of a program's missing entries; slot -1 until there is one
 };
 
-struct Row {
-  uint4 x[GROUP];
-  __device__ __forceinline__ void request(i64 source, int start) {
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-      const int v = start + 32 * g + (int)threadIdx.x % 32;
-      if (v < VECTORS)
-        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x[g].x), "=r"(x[g].y), "=r"(x[g].z), "=r"(x[g].w)
-                     : "l"(source + (i64)v * 16));
-    }
-  }
-  __device__ __forceinline__ void store(uint4* target, int start) const {
-#pragma unroll
-    for (int g = 0; g < GROUP; g++) {
-      const int v = start + 32 * g + (int)threadIdx.x % 32;
-      if (v < VECTORS) target[v] = x[g];
-    }
-  }
+// The cluster's missing rows: which program has the m-th, in which place.
+struct Place {
+  int program, at;
 };
-
-// What the programs beside the first do: a warp a row, in turns.
-__device__ __forceinline__ void bring(const Missing& missing, const i64* addresses, int segments, uint4* buffer) {
-  constexpr int MOVERS = (CLUSTER - 1) * WARPS;
-  const int first = ((int)blockIdx.x % CLUSTER - 1) * WARPS + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const i64 own = lane < segments ? addresses[lane] : 0;  // of the first 32 segments, read in good time
-  sync_cluster();
-  const int number = read_first(&missing.number);
-  const auto find = [&](int i) {
-    const int row = read_first(missing.row + i), segment = row / PER_SEGMENT;
-    const u32 low = __shfl_sync(ALL, (u32)own, segment & 31), high = __shfl_sync(ALL, (u32)(own >> 32), segment & 31);
-    const i64 begin = segment < 32 ? (i64)high << 32 | low : addresses[segment];
-    return begin + (i64)(row % PER_SEGMENT) * (VECTORS * 16);
-  };
-  Row row;
-  i64 source = 0;
-  if (first < number) {
-    source = find(first);
-    row.request(source, 0);
+__device__ __forceinline__ Place find(const u32* counts, u32 m) {
+  Place place = {0, (int)m};
+#pragma unroll
+  for (int p = 0; p < CLUSTER - 1; p++) {
+    if (place.program == p && place.at >= (int)counts[p]) place = {p + 1, place.at - (int)counts[p]};
   }
-  sync_cluster();
-  for (int i = first; i < number; i += MOVERS) {
-    uint4* target = buffer + (i64)read_first(missing.slot + i) * VECTORS;
-    if (i > first) {
-      source = find(i);
-      row.request(source, 0);
-    }
-    row.store(target, 0);
-    for (int start = 32 * GROUP; start < VECTORS; start += 32 * GROUP) {
-      row.request(source, start);
-      row.store(target, start);
-    }
-  }
-  sync_cluster();  // the first program's memory has to stay until here
+  return place;
 }
 
-// Grid (CLUSTER, B). table int32 [B, budget]; the rest as in types.py. early: the books may be read before the kernel ahead has
-// ended, see cuda.py.
+// Copies of a warp, the l-th of them being the cluster's unit (l MOVERS + warp) CLUSTER + program. Lane l % 32 has the source and
+// the slot of the l-th, of 32 at a time.
+struct Mover {
+  u32 ring, barriers;  // shared addresses
+  int warp, program, units, own;
+  i64 source;
+  u32 bytes;
+  Place place;
+  int part;
+
+  __device__ __forceinline__ void look_up(int chunk, const u32* counts, const Missing& missing, const i64* addresses) {
+    const int unit = ((chunk + (int)threadIdx.x % 32) * MOVERS + warp) * CLUSTER + program;
+    if (unit >= units) return;
+    part = unit % PIECES;
+    place = find(counts, unit / PIECES);
+    bytes = part == PIECES - 1 ? LAST : COPY;
+    const int row = read_in(missing.row + place.at, place.program);
+    source = addresses[row / PER_SEGMENT] + (i64)(row % PER_SEGMENT) * (VECTORS * 16) + part * (i64)COPY;
+  }
+  __device__ __forceinline__ void request(int l) const {  // by the lane that has it
+    const u32 barrier = barriers + l % DEPTH * 8;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     ring + l % DEPTH * COPY),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+  }
+  __device__ __forceinline__ void store(int l, char* buffer, int slot) const {  // waits until the ring is free again
+    if (slot >= 0) {
+      char* target = buffer + (i64)slot * (VECTORS * 16) + part * (i64)COPY;
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(ring + l % DEPTH * COPY),
+                   "r"(bytes)
+                   : "memory");
+    }
+    asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group.read 0;" ::: "memory");
+  }
+  __device__ __forceinline__ void arrived(int l) const {
+    asm volatile(
+        "{\n .reg .pred done;\nagain:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        " @done bra.uni over;\n bra.uni again;\nover:\n}" ::"r"(barriers + l % DEPTH * 8),
+        "r"(l / DEPTH & 1)
+        : "memory");
+  }
+};
+
+// Grid (CLUSTER, B), or (CLUSTER, 1) where they share the buffer. rows, table int32 [B, width]; shared int64 [2]: see cuda.py; the
+// rest as in types.py. early: the books may be read before the kernel ahead has ended, see cuda.py.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* owner, int* stamp, const int* first,
-           int* clock, i64* counters, const i64* addresses, uint4* buffer, int segments, int budget, int early) {
-  __shared__ Missing missing;
-  __shared__ u32 s_sums[2][WARPS];
-  __shared__ u32 s_ages[3][WARPS][2];
-  __shared__ u32 s_used[(THREADS * EACH_SLOT + 31) / 32];  // slots used in this step
-  const int b = blockIdx.y, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+           int* clock, i64* counters, i64* shared, const i64* addresses, char* buffer, int batch, int width, int early) {
+  extern __shared__ __align__(128) char memory[];  // Missing, then the ring
+  __shared__ u64 s_barriers[MOVERS * DEPTH];
+  __shared__ u32 s_used[SLOTS / 32];  // slots used in this step
+  __shared__ u32 s_own[AGES];         // slots of each age
+  __shared__ u32 s_ages[CLUSTER][AGES];
+  __shared__ u32 s_counts[2][CLUSTER];
+  __shared__ u32 s_sums[3][WARPS];
+  Missing& missing = *(Missing*)memory;
+  const int program = blockIdx.x, b = blockIdx.y, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const u32 below = (1u << lane) - 1;
   start_next();  // its rows wait for the end of this kernel
   if (!early) wait_for_previous();
-  if (blockIdx.x % CLUSTER) {
-    bring(missing, addresses, segments, buffer);
-    return;
-  }
+  for (int i = thread; i < SLOTS / 32; i += THREADS) s_used[i] = 0;
+  for (int i = thread; i < AGES; i += THREADS) s_own[i] = 0;
+  for (int i = thread; i < MOVERS * DEPTH; i += THREADS)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(s_barriers + i)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  arrive_in_cluster();
   const int now = read(clock + b) + 1;
   const int begin = read(first + b), end = read(first + b + 1);
-  int age[EACH_SLOT], held[EACH_SLOT];
+  const int own_slot = begin + program * SLOTS + warp * 32 * EACH_SLOT + lane;
+  u32 ages[(EACH_SLOT + 3) / 4] = {};  // a byte each; 0: used in this step, or no slot
 #pragma unroll
   for (int j = 0; j < EACH_SLOT; j++) {
-    const int s = begin + thread * EACH_SLOT + j;
-    held[j] = s < end ? read(owner + s) : -1;
-    age[j] = s < end ? read(stamp + s) : now;
+    const int s = own_slot + 32 * j;
+    const int held = s < end ? read(owner + s) : 0, used = s < end ? read(stamp + s) : now;
+    ages[j / 4] |= (u32)(held < 0 ? AGES - 1 : min(now - used, AGES - 1)) << 8 * (j % 4);
   }
-  for (int i = thread; i < (THREADS * EACH_SLOT + 31) / 32; i += THREADS) s_used[i] = 0;
-  __syncthreads();
 
   if (early) wait_for_previous();
-  const i64 at = (i64)b * budget;
+  const i64 at = (i64)b * width;
+  const int entries = MERGE ? batch * width : width, own_entry = program * ENTRIES + warp * 32 * EACH_ENTRY + lane;
   int row[EACH_ENTRY], slot[EACH_ENTRY];
 #pragma unroll
   for (int j = 0; j < EACH_ENTRY; j++) {
-    const int entry = thread * EACH_ENTRY + j;
-    row[j] = entry < budget ? read_fresh(rows + at + entry) : -1;
+    const int entry = own_entry + 32 * j;
+    row[j] = entry < entries ? read_fresh(rows + at + entry) : -1;
   }
-  const int wanted = max(min(read_fresh(number + b), budget), 0);
 #pragma unroll
   for (int j = 0; j < EACH_ENTRY; j++) {
-    if (thread * EACH_ENTRY + j >= wanted) row[j] = -1;
-    slot[j] = row[j] >= 0 ? read(slot_of + row[j]) : 0;
+    const int entry = own_entry + 32 * j, sequence = MERGE && entry < entries ? entry / width : b;
+    if (entry - (MERGE ? sequence * width : 0) >= read_fresh(number + sequence)) row[j] = -1;
   }
-  u32 absent = 0;
+#pragma unroll
+  for (int j = 0; j < EACH_ENTRY; j++) slot[j] = row[j] >= 0 ? read(slot_of + row[j]) : 0;
+  wait_for_cluster();
+  u32 counts = 0;  // missing entries, and 65536 times slots found
 #pragma unroll
   for (int j = 0; j < EACH_ENTRY; j++) {
-    const int entry = thread * EACH_ENTRY + j, place = slot[j] - begin;
-    if (slot[j] < 0) {
-      absent++;
-    } else if (row[j] >= 0) {
-      stamp[slot[j]] = now;
-      if (place >= 0 && slot[j] < end) atomicOr(s_used + place / 32, 1u << place % 32);
+    const int entry = own_entry + 32 * j;
+    const bool held = row[j] >= 0 && slot[j] >= 0;
+    bool found = held;
+    if (held) {
+      if (MERGE)
+        found = atomicExch(stamp + slot[j], now) != now;
+      else
+        stamp[slot[j]] = now;
+      const int i = slot[j] - begin;
+      if (i >= 0 && slot[j] < end) set_bits_in(s_used + i % SLOTS / 32, i / SLOTS, 1u << i % 32);
+    } else if (MERGE && slot[j] < 0) {
+      atomicMin(slot_of + row[j], CLAIM + entry);
     }
-    if (entry < budget) table[at + entry] = max(slot[j], 0);
+    if (entry < entries && slot[j] >= 0) table[at + entry] = slot[j];
+    counts += __popc(__ballot_sync(ALL, slot[j] < 0)) + (__popc(__ballot_sync(ALL, found)) << 16);
   }
-  u32 lacking;
-  u32 place = sum_before(absent, s_sums[0], lacking);
+  // Entries of which one program has `own`, before this warp's: those that stand for a missing row list it.
+  const auto list = [&](u32 place) {
 #pragma unroll
-  for (int j = 0; j < EACH_ENTRY; j++) {
-    if (slot[j] < 0) {
-      missing.row[place] = row[j];
-      missing.slot[place++] = thread * EACH_ENTRY + j;
-    }
-  }
-  if (thread == 0) {
-    missing.number = (int)lacking;
-    clock[b] = now;
-    counters[2 * b] += wanted - (int)lacking;
-    counters[2 * b + 1] += lacking;
-  }
-  sync_cluster();
-  if (lacking > 0) {
-#pragma unroll
-    for (int j = 0; j < EACH_SLOT; j++) {
-      const int i = thread * EACH_SLOT + j;
-      const bool used = begin + i >= end || (s_used[i / 32] >> i % 32 & 1);
-      age[j] = used ? 0 : held[j] < 0 ? AGES - 1 : min(now - age[j], AGES - 1);
-    }
-    // The greatest age that `lacking` slots or more have reached, and how many slots are older than that.
-    int cut = 0;
-    u32 older = 0;
-#pragma unroll
-    for (int round = 0; round < 3; round++) {
-      const int step = AGES / 4 >> 2 * round;
-      u32 two = 0, third = 0;
-#pragma unroll
-      for (int j = 0; j < EACH_SLOT; j++) {
-        two += (age[j] >= cut + step ? 1u : 0u) + (age[j] >= cut + 2 * step ? 1u << 16 : 0u);
-        third += age[j] >= cut + 3 * step ? 1u : 0u;
+    for (int j = 0; j < EACH_ENTRY; j++) {
+      const u32 absent = __ballot_sync(ALL, slot[j] < 0 && slot[j] != CLAIM);
+      if (slot[j] < 0 && slot[j] != CLAIM) {
+        const int i = (int)(place + __popc(absent & below));
+        missing.row[i] = row[j];
+        missing.slot[i] = -1;
+        slot[j] = -1 - i;
       }
-      two = __reduce_add_sync(ALL, two);
-      third = __reduce_add_sync(ALL, third);
-      if (lane == 0) {
-        s_ages[round][warp][0] = two;
-        s_ages[round][warp][1] = third;
-      }
-      __syncthreads();
-      two = __reduce_add_sync(ALL, lane < WARPS ? s_ages[round][lane][0] : 0u);
-      third = __reduce_add_sync(ALL, lane < WARPS ? s_ages[round][lane][1] : 0u);
-      const u32 one = two & 0xffff;
-      two >>= 16;
-      const int passed = (one >= lacking) + (two >= lacking) + (third >= lacking);
-      older = passed == 0 ? one : passed == 1 ? two : passed == 2 ? third : older;
-      cut += passed * step;
+      place += __popc(absent);
     }
-    const u32 rest = lacking - older;  // of the slots of age `cut`
-    u32 count = 0;
+  };
+  u32 total;
+  u32 before = sum_before(counts, s_sums[0], total);
+  if (thread < CLUSTER) write_in(s_counts[0] + program, thread, MERGE ? total : total & 0xffff);
+  if (!MERGE) list(before & 0xffff);
+  sync_cluster();
+  u32 lacking = 0, found = 0;
 #pragma unroll
-    for (int j = 0; j < EACH_SLOT; j++) count += age[j] > cut ? 1u << 16 : age[j] == cut ? 1u : 0u;
-    u32 total;
-    count = sum_before(count, s_sums[1], total);
-    u32 before = count >> 16, same = count & 0xffff;
+  for (int p = 0; p < CLUSTER; p++) {
+    lacking += s_counts[0][p] & 0xffff;
+    found += s_counts[0][p] >> 16;
+  }
+  const u32* absent = s_counts[0];  // of each program
+  if (MERGE && lacking > 0) {
+    u32 own = 0;
 #pragma unroll
-    for (int j = 0; j < EACH_SLOT; j++) {
-      const bool is_older = age[j] > cut, is_same = age[j] == cut;
-      const u32 miss = before + min(same, rest);
-      const bool taken = (is_older || (is_same && same < rest)) && miss < lacking;
-      before += is_older;
-      same += is_same;
-      if (!taken) continue;
-      const int s = begin + thread * EACH_SLOT + j, r = missing.row[miss];
-      if (held[j] >= 0) slot_of[held[j]] = -1;
-      owner[s] = r;
-      stamp[s] = now;
-      slot_of[r] = s;
-      table[at + missing.slot[miss]] = s;
-      missing.slot[miss] = s;
+    for (int j = 0; j < EACH_ENTRY; j++) {
+      if (slot[j] < 0) slot[j] = read_fresh(slot_of + row[j]) == CLAIM + own_entry + 32 * j ? -1 : CLAIM;
+      own += __popc(__ballot_sync(ALL, slot[j] == -1));
+    }
+    before = sum_before(own, s_sums[1], total);
+    if (thread < CLUSTER) write_in(s_counts[1] + program, thread, total);
+    list(before);
+    sync_cluster();
+    absent = s_counts[1];
+    lacking = 0;
+#pragma unroll
+    for (int p = 0; p < CLUSTER; p++) lacking += absent[p];
+  }
+  if (program == 0 && warp == 0) {
+    int wanted = 0, queries = 0;
+    for (int i = MERGE ? lane : b; i < (MERGE ? batch : b + 1); i += 32) {
+      const int n = max(min(read_fresh(number + i), width), 0);
+      wanted += n;
+      queries += n > 0;
+    }
+    if (MERGE) {
+      wanted = __reduce_add_sync(ALL, wanted);
+      queries = __reduce_add_sync(ALL, queries);
+    }
+    if (lane == 0) {
+      clock[b] = now;
+      counters[2 * b] += MERGE ? (int)found : wanted - (int)lacking;
+      counters[2 * b + 1] += lacking;
+      if (MERGE) {
+        shared[0] += queries - 1;
+        shared[1] += wanted - (int)found - (int)lacking;
+      }
     }
   }
-  sync_cluster();
-  sync_cluster();
-}
+  if (lacking == 0) return;
 
-// Grid (B). The slots that hold rows, in ascending order: slots int32 [B, width], and their number int32 [B].
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-list_held(const int* owner, const int* first, int* slots, int* number, int width) {
-  __shared__ u32 s_sums[WARPS];
-  const int b = blockIdx.x;
-  start_next();
-  wait_for_previous();
-  const int begin = read(first + b), end = read(first + b + 1);
-  u32 holds[EACH_SLOT], held = 0;
+  Mover mover;
+  mover.warp = warp, mover.program = program, mover.units = (int)lacking * PIECES;
+  mover.ring = shared_address(memory + sizeof(Missing)) + warp * DEPTH * COPY;
+  mover.barriers = shared_address(s_barriers) + warp * DEPTH * 8;
+  const int step = MOVERS * CLUSTER, first_unit = warp * CLUSTER + program;
+  const int copies = warp < MOVERS && mover.units > first_unit ? (mover.units - first_unit + step - 1) / step : 0;
+  if (copies > 0) {
+    mover.look_up(0, absent, missing, addresses);
+    if (lane < min(copies, DEPTH)) mover.request(lane);
+  }
+
+  u32 low = 0, high = 0;  // slots whose age is the lane's number, or 32 more
 #pragma unroll
   for (int j = 0; j < EACH_SLOT; j++) {
-    const int s = begin + (int)threadIdx.x * EACH_SLOT + j;
-    holds[j] = s < end && read(owner + s) >= 0;
-    held += holds[j];
-  }
-  u32 total;
-  u32 place = sum_before(held, s_sums, total);
+    const u32 used = s_used[warp * EACH_SLOT + j];
+    if (used >> lane & 1) ages[j / 4] &= ~(255u << 8 * (j % 4));
+    const u32 age = ages[j / 4] >> 8 * (j % 4);
+    u32 same = ALL;
 #pragma unroll
-  for (int j = 0; j < EACH_SLOT; j++)
-    if (holds[j]) slots[(i64)b * width + place++] = begin + (int)threadIdx.x * EACH_SLOT + j;
-  if (threadIdx.x == 0) number[b] = (int)total;
+    for (int bit = 0; bit < 5; bit++) {
+      const u32 votes = __ballot_sync(ALL, age >> bit & 1);
+      same &= lane >> bit & 1 ? votes : ~votes;
+    }
+    const u32 upper = __ballot_sync(ALL, age >> 5 & 1);
+    low += __popc(same & ~upper);
+    high += __popc(same & upper);
+  }
+  if (low) atomicAdd(s_own + lane, low);
+  if (high) atomicAdd(s_own + lane + 32, high);
+  __syncthreads();
+  for (int i = thread; i < AGES * CLUSTER; i += THREADS) write_in(s_ages[program] + i % AGES, i / AGES, s_own[i % AGES]);
+  sync_cluster();
+  // The greatest age that `lacking` slots or more have reached; how many are older, and how many of either kind come before.
+  const u32 bin_high = 63 - lane, bin_low = 31 - lane;
+  u32 all_high = 0, all_low = 0, ahead_high = 0, ahead_low = 0;
+#pragma unroll
+  for (int p = 0; p < CLUSTER; p++) {
+    const u32 h = s_ages[p][bin_high], l = s_ages[p][bin_low];
+    all_high += h, all_low += l;
+    if (p < program) ahead_high += h, ahead_low += l;
+  }
+  u32 reached_high = all_high, reached_low = all_low;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 h = __shfl_up_sync(ALL, reached_high, d), l = __shfl_up_sync(ALL, reached_low, d);
+    if (lane >= d) reached_high += h, reached_low += l;
+  }
+  reached_low += __shfl_sync(ALL, reached_high, 31);
+  const u32 cut = __popc(__ballot_sync(ALL, reached_high >= lacking)) +
+                  __popc(__ballot_sync(ALL, bin_low > 0 && reached_low >= lacking));
+  const auto sum = [&](u32 h, u32 l, bool older) {
+    const bool has_high = older ? bin_high > cut : bin_high == cut, has_low = older ? bin_low > cut : bin_low == cut;
+    return __reduce_add_sync(ALL, (has_high ? h : 0u) + (has_low ? l : 0u));
+  };
+  const u32 rest = lacking - min(lacking, sum(all_high, all_low, true));  // of the slots of age `cut`
+  u32 older = sum(ahead_high, ahead_low, true), same = sum(ahead_high, ahead_low, false);
+  u32 taken = 0;  // and 65536 times those of age `cut`
+#pragma unroll
+  for (int j = 0; j < EACH_SLOT; j++) {
+    const u32 age = ages[j / 4] >> 8 * (j % 4) & 255;
+    taken += __popc(__ballot_sync(ALL, age > cut)) + (__popc(__ballot_sync(ALL, age == cut)) << 16);
+  }
+  taken = sum_before(taken, s_sums[2], total);
+  older += taken & 0xffff;
+  same += taken >> 16;
+#pragma unroll
+  for (int j = 0; j < EACH_SLOT; j++) {
+    const u32 age = ages[j / 4] >> 8 * (j % 4) & 255;
+    const u32 is_older = __ballot_sync(ALL, age > cut), is_same = __ballot_sync(ALL, age == cut);
+    const u32 my_same = same + __popc(is_same & below);
+    const u32 miss = older + __popc(is_older & below) + min(my_same, rest);
+    older += __popc(is_older);
+    same += __popc(is_same);
+    // Were there too few slots, those used in this step would have to stay all the same.
+    if (age == 0 || age < cut || (age == cut && my_same >= rest) || miss >= lacking) continue;
+    const int s = own_slot + 32 * j;
+    const Place place = find(absent, miss);
+    const int r = read_in(missing.row + place.at, place.program), old = read(owner + s);
+    write_in(missing.slot + place.at, place.program, s);
+    if (old >= 0) slot_of[old] = -1;
+    owner[s] = r;
+    stamp[s] = now;
+    slot_of[r] = s;
+  }
+  sync_cluster();
+#pragma unroll
+  for (int j = 0; j < EACH_ENTRY; j++) {
+    if (slot[j] >= 0) continue;
+    const int s = slot[j] == CLAIM ? read_fresh(slot_of + row[j]) : missing.slot[-1 - slot[j]];
+    table[at + own_entry + 32 * j] = max(s, 0);
+    if (MERGE && slot[j] != CLAIM && s < 0) slot_of[row[j]] = -1;
+  }
+  for (int chunk = 0; chunk < copies; chunk += 32) {
+    if (chunk > 0) mover.look_up(chunk, absent, missing, addresses);
+    const int end = min(copies, chunk + 32), mine = chunk + lane;
+    if (chunk > 0 && mine < min(end, chunk + DEPTH)) mover.request(mine);
+    const int target = mine < end ? read_in(missing.slot + mover.place.at, mover.place.program) : -1;
+    for (int l = chunk; l < end; l++) {
+      mover.arrived(l);
+      if (mine == l) mover.store(l, buffer, target);
+      __syncwarp();
+      if (mine == l + DEPTH && mine < end) mover.request(mine);
+    }
+  }
+  sync_cluster();  // the others read this program's shared memory until here
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

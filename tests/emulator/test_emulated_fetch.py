@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("hisparse.ops.fetch.triton")
-from test_fetch_rows import Model, host_of, ints
+from test_fetch_rows import Model, host_of, ints, merged_step
 
-from emulator import behind
+from emulator import behind, on_host
 from hisparse.ops.fetch import AGES, HotBuffer
 from hisparse.ops.fetch import cuda as twin
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +27,16 @@ def _fetch(emulate: Any) -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
 @pytest.mark.parametrize(
     ("budget", "more", "row_bytes", "per_segment"),
-    [(9, (0, 5), 48, 5), (300, (7, 250), 2592, 161), (20, (40, 3), 9216, 7)],
+    [(9, (0, 5), 48, 5), (300, (7, 250), 2592, 161), (20, (40, 3), 9216, 7), (5, (3,), 16400, 2)],
 )
 def test_slots_are_those_of_the_least_recently_used(
     budget: int, more: tuple[int, ...], row_bytes: int, per_segment: int, early: bool
 ) -> None:
     batch, total = len(more), 4 * budget
     source, bytes_ = host_of(total, row_bytes, per_segment)
+    on_host(*source.segments)
     sizes = tuple(budget + n for n in more)
-    hot = HotBuffer.empty(sizes, row_bytes, total, torch.device("cpu"))
+    hot = HotBuffer.empty(sizes, row_bytes, total, CPU)
     models = [Model(sum(sizes[:b]), sizes[b]) for b in range(batch)]
     make = torch.Generator().manual_seed(budget)
     for step in range(6):
@@ -54,7 +59,66 @@ def test_slots_are_those_of_the_least_recently_used(
 
 def test_ages_beyond_the_last_are_alike() -> None:
     source, _ = host_of(40)
-    hot, model = HotBuffer.empty((6,), source.row_bytes, 40, torch.device("cpu")), Model(0, 6)
+    on_host(*source.segments)
+    hot, model = HotBuffer.empty((6,), source.row_bytes, 40, CPU), Model(0, 6)
     for rows in [[1, 2], [3, 4], *[[5]] * (AGES + 3), [6, 7], [1, 5], [8, 9], [3, 2]]:
         entry = ints([[*rows, 0][:2]])
         assert twin.fetch_rows(hot, source, entry, ints([len(rows)]))[0, : len(rows)].tolist() == model.step(rows)
+
+
+SHAPES = [(1, 32, 32, 2, 200), (2, 32, 64, 3, 300), (4, 64, 64, 5, 2592 * 3), (8, 32, 32, 4, 4000)]
+"""Programs, fewest and most threads, vectors that are copied at once, bytes on their way."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[2]}")
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_sequences_share_a_buffer(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    """Many entries and slots a thread, few programs, rings that are short, rows in pieces."""
+    cluster, least, most, piece, ring = shape
+    for name, value in {"CLUSTER": cluster, "LEAST": least, "THREADS": most, "PIECE": piece, "RING": ring}.items():
+        monkeypatch.setattr(twin, name, value)
+    batch, budget = data.draw(st.sampled_from([(2, 9), (3, 61), (5, 30), (7, 1)]), "batch and budget")
+    slots = batch * budget + data.draw(st.sampled_from([0, 1, 40, 77]), "more slots")
+    row_bytes = data.draw(st.sampled_from([16, 80, 144]), "bytes of a row")
+    total = 2 * slots + 3
+    source, bytes_ = host_of(total, row_bytes, 7)
+    on_host(*source.segments)
+    hot, model = HotBuffer.empty((slots,), row_bytes, total, CPU), Model(0, slots)
+    shared, expected = ints([0, 0]).long(), [0, 0]
+    make = torch.Generator().manual_seed(data.draw(st.integers(0, 9), "seed"))
+    for _ in range(4):
+        among = torch.randperm(total, generator=make)[: max(budget, data.draw(st.integers(1, total), "rows wanted"))]
+        wants = [
+            among[torch.randperm(len(among), generator=make)[: data.draw(st.integers(0, budget), "number")]].tolist()
+            for _ in range(batch)
+        ]
+        rows, number = ints([[*want, *[5] * (budget - len(want))] for want in wants]), ints([len(w) for w in wants])
+        behind(rows, number)
+        early = data.draw(st.booleans(), "early")
+        table = twin.fetch_shared(hot, source, rows, number, shared, early=early).tolist()
+        assert table == [[*slots, *[0] * (budget - len(slots))] for slots in merged_step(model, wants)]
+        for want, slot in zip(wants, table, strict=True):
+            assert torch.equal(hot.buffer[slot[: len(want)]], bytes_[want])
+        every = sum(map(len, wants))
+        expected[0] += sum(map(bool, wants)) - 1
+        expected[1] += every - len({row for want in wants for row in want})
+        assert shared.tolist() == expected
+        assert hot.counters.tolist() == [[model.found, model.read]]
+        assert int(hot.clock) == model.now
+        hot.check()
+
+
+def test_more_rows_than_slots_do_no_harm() -> None:
+    """What has no slot is not brought; what was in the buffer and is wanted stays."""
+    source, bytes_ = host_of(100, 48, 7)
+    on_host(*source.segments)
+    hot, shared = HotBuffer.empty((20,), 48, 100, CPU), torch.zeros(2, dtype=torch.int64)
+    for wants in ([list(range(12)), list(range(6, 14))], [list(range(10, 30)), list(range(20, 40))]):
+        rows = ints([[*want, *[0] * (20 - len(want))] for want in wants])
+        table = twin.fetch_shared(hot, source, rows, ints([len(want) for want in wants]), shared)
+        hot.check()
+    held = {row: slot for slot, row in enumerate(hot.owner.tolist())}
+    assert sorted(held) == [*range(10, 30)]
+    assert table.tolist() == [[held.get(row, 0) for row in want] for want in wants]
+    assert torch.equal(hot.buffer, bytes_[hot.owner.long()])

@@ -67,6 +67,13 @@ class Model:
         self.owner = {slot: row for slot, row in self.owner.items() if row not in rows}
 
 
+def merged_step(model: Model, wants: list[list[int]]) -> list[list[int]]:
+    """Of sequences that share a buffer: each row once, in the order of the first entries that want it."""
+    once = list(dict.fromkeys(row for want in wants for row in want))
+    slot = dict(zip(once, model.step(once), strict=True))
+    return [[slot[row] for row in want] for want in wants]
+
+
 def ints(values: list[list[int]] | list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
@@ -153,11 +160,14 @@ def test_large_budgets_in_cuda(backend: ModuleType, budget: int) -> None:
 
 
 @pytest.mark.skipif(not _cuda.has_compiler(), reason="needs CUDA's Python bindings")
-@pytest.mark.parametrize(("threads", "entries", "slots"), [(1024, 4, 8), (128, 1, 1), (160, 2, 5)])
-def test_cuda_sources_compile(threads: int, entries: int, slots: int) -> None:
+@pytest.mark.parametrize(("threads", "entries", "slots"), [(1024, 8, 16), (256, 1, 1), (320, 2, 5)])
+@pytest.mark.parametrize("merge", [0, 1])
+def test_cuda_sources_compile(threads: int, entries: int, slots: int, merge: int) -> None:
     sizes = {"THREADS": threads, "EACH_ENTRY": entries, "EACH_SLOT": slots, "AGES": AGES, "VECTORS": 162}
-    options = [f"--define-macro={name}={value}" for name, value in {**sizes, "PER_SEGMENT": 1618}.items()]
-    assert _cuda.compile_source(_cuda.read_source("fetch/fetch.cu"), "fetch.cu", "sm_90", options)
+    sizes |= {"CLUSTER": 8, "PIECE": 162, "MOVERS": threads // 32, "DEPTH": 2, "PER_SEGMENT": 1618, "MERGE": merge}
+    options = [f"--define-macro={name}={value}" for name, value in sizes.items()]
+    for source in ("fetch/fetch.cu", "fetch/held.cu"):
+        assert _cuda.compile_source(_cuda.read_source(source), source, "sm_90", options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -106,6 +106,11 @@ class HotRows:
         if batch == 1:
             return fetch_rows(self._for(1), source, records, number, early=early)
         hot, claims = self._for(batch), self.claims.entries
+        if backend_for("fetch", records.device) == "cuda":
+            from hisparse.ops.fetch import cuda
+
+            if cuda.fits(records.numel(), hot.sizes[0]):
+                return cuda.fetch_shared(hot, source, records, number, self.shared, early=early)
         width = min(records.numel(), hot.sizes[0])
         merged = merge_rows(records, number, claims, self.shared, width)
         slots = fetch_rows(hot, source, merged.rows, merged.number)

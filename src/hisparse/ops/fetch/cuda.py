@@ -16,8 +16,8 @@ from hisparse.ops.fetch.types import AGES, HostRows, HotBuffer
 CLUSTER = 8
 """Programs of a sequence; of more than MANY sequences with a buffer each it is half as many."""
 MANY = 8
-THREADS = 1024
-"""Most threads of a program."""
+LEAST, THREADS = 256, 1024
+"""Fewest and most threads of a program."""
 EACH_ENTRY, EACH_SLOT = 8, 16
 """Most entries and slots of a thread."""
 MOST_ENTRIES, MOST_SLOTS = CLUSTER * THREADS * EACH_ENTRY, CLUSTER * THREADS * EACH_SLOT
@@ -80,7 +80,7 @@ def _fetch(
     batch, width = rows.shape
     merge = shared is not None
     entries, slots = -(-(rows.numel() if merge else width) // cluster), -(-max(hot.sizes) // cluster)  # of a program
-    threads = max(256, min(THREADS, -(-max(entries, slots // 2) // 64) * 64))
+    threads = max(LEAST, min(THREADS, -(-max(entries, slots // 2) // 64) * 64))
     vectors = source.row_bytes // 16
     piece = min(vectors, PIECE)
     movers = min(threads // 32, RING // (16 * piece))

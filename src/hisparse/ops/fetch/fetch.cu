@@ -71,7 +71,7 @@ __device__ __forceinline__ Place find(const u32* counts, u32 m) {
 struct Mover {
   u32 ring, barriers;  // shared addresses
   int warp, program, units, own;
-  i64 source;
+  const char* source;
   u32 bytes;
   Place place;
   int part;
@@ -83,7 +83,7 @@ struct Mover {
     place = find(counts, unit / PIECES);
     bytes = part == PIECES - 1 ? LAST : COPY;
     const int row = read_in(missing.row + place.at, place.program);
-    source = addresses[row / PER_SEGMENT] + (i64)(row % PER_SEGMENT) * (VECTORS * 16) + part * (i64)COPY;
+    source = (const char*)addresses[row / PER_SEGMENT] + (i64)(row % PER_SEGMENT) * (VECTORS * 16) + part * (i64)COPY;
   }
   __device__ __forceinline__ void request(int l) const {  // by the lane that has it
     const u32 barrier = barriers + l % DEPTH * 8;
@@ -111,11 +111,11 @@ struct Mover {
   }
 };
 
-// Grid (CLUSTER, B), or (CLUSTER, 1) where they share the buffer. rows, table int32 [B, width]; shared int64 [2]: see cuda.py; the
+// Grid (CLUSTER, B), or (CLUSTER, 1) where they share the buffer. rows, table int32 [B, width]; sharing int64 [2]: see cuda.py; the
 // rest as in types.py. early: the books may be read before the kernel ahead has ended, see cuda.py.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* owner, int* stamp, const int* first,
-           int* clock, i64* counters, i64* shared, const i64* addresses, char* buffer, int batch, int width, int early) {
+           int* clock, i64* counters, i64* sharing, const i64* addresses, char* buffer, int batch, int width, int early) {
   extern __shared__ __align__(128) char memory[];  // Missing, then the ring
   __shared__ u64 s_barriers[MOVERS * DEPTH];
   __shared__ u32 s_used[SLOTS / 32];  // slots used in this step
@@ -239,8 +239,8 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
       counters[2 * b] += MERGE ? (int)found : wanted - (int)lacking;
       counters[2 * b + 1] += lacking;
       if (MERGE) {
-        shared[0] += queries - 1;
-        shared[1] += wanted - (int)found - (int)lacking;
+        sharing[0] += queries - 1;
+        sharing[1] += wanted - (int)found - (int)lacking;
       }
     }
   }
@@ -300,7 +300,8 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
     const bool has_high = older ? bin_high > cut : bin_high == cut, has_low = older ? bin_low > cut : bin_low == cut;
     return __reduce_add_sync(ALL, (has_high ? h : 0u) + (has_low ? l : 0u));
   };
-  const u32 rest = lacking - min(lacking, sum(all_high, all_low, true));  // of the slots of age `cut`
+  // Of the slots of age `cut`. Were there too few of all, those used in this step would have to stay all the same.
+  const u32 rest = cut > 0 ? lacking - sum(all_high, all_low, true) : 0;
   u32 older = sum(ahead_high, ahead_low, true), same = sum(ahead_high, ahead_low, false);
   u32 taken = 0;  // and 65536 times those of age `cut`
 #pragma unroll
@@ -319,8 +320,7 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
     const u32 miss = older + __popc(is_older & below) + min(my_same, rest);
     older += __popc(is_older);
     same += __popc(is_same);
-    // Were there too few slots, those used in this step would have to stay all the same.
-    if (age == 0 || age < cut || (age == cut && my_same >= rest) || miss >= lacking) continue;
+    if (age < cut || (age == cut && my_same >= rest) || miss >= lacking) continue;
     const int s = own_slot + 32 * j;
     const Place place = find(absent, miss);
     const int r = read_in(missing.row + place.at, place.program), old = read(owner + s);

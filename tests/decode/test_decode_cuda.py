@@ -15,6 +15,7 @@ from hisparse.ops.decode import DecodeResult
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = {
+    "PAGE_HEADS": 4,
     "HEADS": 4, "QUERIES": 8, "DIM": 128, "GROUP": 64, "K_BITS": 5, "V_BITS": 5, "SPLIT": 1, "BF16": 1, "KEPT_P": 8,
     "ROWS_P": 4, "TILES": 3, "STAGES": 6, "BLOCKS": 1, "MASS": 0, "MULTIPLY": 0,
 }  # fmt: skip
@@ -52,7 +53,7 @@ def test_at_the_common_shape(dtype, page_mass, monkeypatch):  # type: ignore[no-
     ("dim", "group", "heads", "queries", "tokens"),
     [
         (64, 64, 2, 7, 8), (64, 64, 3, 3, 4), (128, 128, 1, 8, 16), (128, 64, 8, 4, 8), (128, 64, 5, 1, 4),
-        (256, 64, 1, 4, 8), (256, 256, 2, 8, 4), (128, 64, 4, 2, 64), (128, 64, 15, 2, 4), (256, 128, 8, 2, 16),
+        (256, 64, 1, 4, 8), (256, 256, 2, 8, 4), (128, 64, 4, 2, 64), (128, 64, 15, 2, 4), (256, 128, 8, 2, 16), (128, 64, 8, 4, 64), (128, 64, 6, 2, 64),
     ],
     ids=str,
 )  # fmt: skip
@@ -96,9 +97,10 @@ def test_what_it_hands_on(monkeypatch):  # type: ignore[no-untyped-def]
         )
         return cuda.supports(case.q, case.dense_k, case.kept, case.recalled, case.stats, case.extra_logit, mass, split)
 
-    yes = [{}, {"heads": 8}, {"heads": 4, "tokens": 64}, {"dim": 256, "heads": 8}, {"heads": 3}]
+    yes = [{}, {"heads": 8}, {"heads": 4, "tokens": 64}, {"dim": 256, "heads": 8}, {"heads": 3},
+           {"heads": 8, "tokens": 64}, {"dim": 256, "heads": 16}]  # fmt: skip
     no = [
-        {"heads": 8, "tokens": 64}, {"dim": 256, "heads": 16}, {"heads": 17}, {"dtype": torch.float32}, {"split": None},
+        {"heads": 3, "tokens": 64}, {"heads": 17}, {"dtype": torch.float32}, {"split": None},
         {"split": "peaks"}, {"dim": 96, "group": 96}, {"queries": 9}, {"bits": (6, 5)}, {"extra": 2}, {"raw": True},
         {"tokens": 32, "mass": True}, {"tokens": 2}, {"group": 32},
     ]  # fmt: skip

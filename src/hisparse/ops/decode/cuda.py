@@ -32,12 +32,14 @@ COMBINERS, CHANNELS = 256, 32
 @dataclass(frozen=True)
 class Tuning:
     """tiles: tiles of 16 tokens that a stage holds, each attended to by one warp a KV head; stages: depth of the copy
-    pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift."""
+    pipeline; blocks: blocks a multiprocessor; multiply: 1 has the multipliers shift; groups: groups of KV heads that
+    different blocks have."""
 
     tiles: int
     stages: int
     blocks: int = 1
     multiply: int = 0
+    groups: int = 1
 
 
 def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:
@@ -66,14 +68,39 @@ def _shared(fmt: PageFormat, queries: int, tiles: int, stages: int, sizes: list[
     return max(stages * _stage(fmt, tiles, sizes), _sums(fmt, tiles)) + _scratch(fmt, queries)
 
 
-def default_tuning(fmt: PageFormat, sizes: list[int], queries: int = 8) -> Tuning:
-    """As many warps as have registers, and stages that fill shared memory."""
+def _block_format(fmt: PageFormat, groups: int) -> PageFormat:
+    """The heads of a page that one block has."""
+    return replace(fmt, heads=fmt.heads // groups)
+
+
+def _tiles(fmt: PageFormat, sizes: list[int]) -> int:
+    """Tiles of a stage: as many warps as have registers, or more, so that it holds whole pages."""
     tiles = max(1, min(_warps(fmt) // fmt.heads, 8))
     while any(16 * tiles % tokens for tokens in sizes):
         tiles += 1
+    return tiles
+
+
+def _groups(fmt: PageFormat, sizes: list[int]) -> int:
+    """Groups of heads: as few as leave a block no more warps than have registers, about; 0 where none do."""
+    for groups in range(1, fmt.heads + 1):
+        # A group's steps and zeros are copied in multiples of 16 bytes.
+        if fmt.heads % groups or (groups > 1 and fmt.heads // groups * (fmt.head_dim // fmt.group) % 4):
+            continue
+        own = _block_format(fmt, groups)
+        if own.heads * _tiles(own, sizes) <= 5 * _warps(fmt) // 4:
+            return groups
+    return 0
+
+
+def default_tuning(fmt: PageFormat, sizes: list[int], queries: int = 8) -> Tuning:
+    """As many warps as have registers, and stages that fill shared memory."""
+    groups = max(1, _groups(fmt, sizes))
+    own = _block_format(fmt, groups)
+    tiles = _tiles(own, sizes)
     ids = 16 * 4 * 16 * tiles // min(sizes)
-    room = SHARED - FIXED - ids - _scratch(fmt, queries)
-    return Tuning(tiles, max(2, min(8, room // _stage(fmt, tiles, sizes))))
+    room = SHARED - FIXED - ids - _scratch(own, queries)
+    return Tuning(tiles, max(2, min(8, room // _stage(own, tiles, sizes))), groups=groups)
 
 
 @cache
@@ -126,15 +153,14 @@ def supports(
         and first.heads <= 16
         and all(f.tokens in (4, 8, 16, 32, 64) and f.tokens <= most for f in formats)
         and dense_k.shape[2] <= MOST_SLOTS
-        # A stage of whole large pages may take more warps than have registers.
-        and first.heads * default_tuning(first, [4, *(f.tokens for f in formats)]).tiles <= 5 * _warps(first) // 4
+        and _groups(first, [4, *(f.tokens for f in formats)]) > 0
     )
 
 
-def _parts(q: Tensor, dense_k: Tensor, blocks: int, taken: int = 0) -> tuple[int, int]:
-    """Pieces of dense slots, and blocks of a sequence: both have a part of the result each. taken: multiprocessors that
-    others have."""
-    share = max(1, (_multiprocessors(q.device.index or 0) - taken) * blocks // len(q))
+def _parts(q: Tensor, dense_k: Tensor, blocks: int, groups: int = 1, taken: int = 0) -> tuple[int, int]:
+    """Pieces of dense slots, and blocks of a sequence and group of heads: both have a part of the result each. taken:
+    multiprocessors that others have."""
+    share = max(1, (_multiprocessors(q.device.index or 0) - taken) * blocks // (len(q) * groups))
     return -(-dense_k.shape[2] // DENSE), share
 
 
@@ -152,7 +178,8 @@ def _kernel(
     fmt: PageFormat, queries: int, bf16: bool, sizes: tuple[int, int], mass: bool, split: bool, tune: Tuning, index: int
 ) -> Kernel:
     defines = {
-        "HEADS": fmt.heads,
+        "PAGE_HEADS": fmt.heads,
+        "HEADS": fmt.heads // tune.groups,
         "QUERIES": queries,
         "DIM": fmt.head_dim,
         "GROUP": fmt.group,
@@ -230,6 +257,7 @@ def decode_attention(
     copied = any(x is not y and x.data_ptr() != y.data_ptr() for x, y in zip(given, used, strict=True))
     sizes = [4 if pages is None else pages.fmt.tokens for pages in parts]  # what is absent needs a size, too
     tune = tuning or default_tuning(fmt, sizes, q_heads // heads)
+    own = _block_format(fmt, tune.groups)
     index = q.device.index or 0
     bf16 = q.dtype == torch.bfloat16
     kernel = _kernel(fmt, q_heads // heads, bf16, (sizes[0], sizes[1]), page_mass, split == "rope", tune, index)
@@ -237,7 +265,7 @@ def decode_attention(
     starts_early = early is not None and len(early) >= room and not page_mass and not copied
     # A block that started when the fetch has ended would be the last one, however little it had to do.
     taken = CLUSTER if starts_early and batch == 1 else 0
-    pieces, share = _parts(q, dense_k, tune.blocks, taken)
+    pieces, share = _parts(q, dense_k, tune.blocks, tune.groups, taken)
     n_part = pieces + (share if any(parts) else 0)
     part = early if early is not None and starts_early else q.new_empty(room, dtype=torch.float32)
     part_lse = part[batch * q_heads * n_part * dim :]
@@ -264,14 +292,14 @@ def decode_attention(
     if stats is not None:
         statistics = [stats.order, stats.k_mean, stats.k_scale, stats.v_mean, stats.v_scale]
     kernel(
-        (share, batch, 1),
-        32 * heads * tune.tiles,
+        (share, batch, tune.groups),
+        32 * own.heads * tune.tiles,
         [
             q, dense_k, dense_v, dense_len, *arguments, *statistics, part, part_lse, float(scaling),
             dense_k.shape[2], n_part, *widths, q.stride(0), q.stride(1), dense_k.stride(0), dense_k.stride(1),
             dense_k.stride(2), 1 << 24, *strides, starts_early,
         ],
-        shared=_shared(fmt, q_heads // heads, tune.tiles, tune.stages, sizes),
+        shared=_shared(own, q_heads // heads, tune.tiles, tune.stages, sizes),
         overlap=True,
     )  # fmt: skip
     combine = load_kernel("decode/combine.cu", "combine", {"DIM": dim, "BF16": int(bf16)}, device=q.device)

@@ -1,13 +1,13 @@
 // Decode attention over packed pages. See cuda.py for the launch and docs/performance.md for the reasoning.
 //
-// Macros: HEADS (KV heads), QUERIES (query heads a KV head, at most 8), DIM (64, 128, 256), GROUP (channels that share
+// Macros: PAGE_HEADS (KV heads), HEADS (of them, that a block has), QUERIES (query heads a KV head, at most 8), DIM (64, 128, 256), GROUP (channels that share
 // a step; 64 or a multiple), K_BITS, V_BITS (4 or 5), SPLIT (1: five-bit K is split in six and four bits), BF16 (dtype of
 // q and the dense slots; 0: float16), KEPT_P and ROWS_P (tokens a page; of a kind that is absent, any), TILES (tiles of
 // 16 tokens a stage), STAGES, BLOCKS (blocks a multiprocessor), MASS (1: write each page's log-sum-exp), MULTIPLY (1:
 // shift by multiplication).
 //
-// A block has its turns at the units of one sequence's pages; a unit is what a stage holds. Whole pages are copied into
-// shared memory, stage by stage (bulk copies that complete on a barrier); HEADS * TILES warps each take one KV head of 16
+// A block has its turns at the units of one sequence's pages; a unit is what a stage holds. Whole pages, or a block's heads
+// of them, are copied into shared memory, stage by stage (bulk copies that complete on a barrier); HEADS * TILES warps each take one KV head of 16
 // tokens of a stage, and the last to be done with a stage has it filled again. Codes are masked, not converted: a masked
 // field read as float16 is the subnormal code * 2^-24, which the matrix units multiply exactly.
 //
@@ -89,13 +89,48 @@ __device__ inline int read_id(const Pages& pages, int unit, int count) {
     return read_fresh(pages.table + (i < count ? i : count - 1));
 }
 
-__device__ inline void fill(const Pages& pages, int id, int stage, const Ring& ring) {
+// A page is copied whole; of some of its heads, codes, extra bits and steps of K and of V lie apart.
+constexpr int PIECES = HEADS == PAGE_HEADS ? 1 : 6;
+static_assert(PIECES == 1 || HEADS * GROUPS % 4 == 0, "pieces of a multiple of 16 bytes");
+struct Piece {
+    u32 from, to, size;
+};
+
+template <class Layout>
+__device__ inline u32 begin_of(int i) {
+    return i == 0   ? 0
+           : i == 1 ? Layout::k_extra
+           : i == 2 ? Layout::v_nibbles
+           : i == 3 ? Layout::v_extra
+           : i == 4 ? Layout::k_scales
+           : i == 5 ? Layout::v_scales
+                    : Layout::bytes;
+}
+
+template <int P>
+__device__ inline Piece piece_of(int i) {
+    if (PIECES == 1) return {0, 0, Page<P>::bytes};
+    const u32 to = begin_of<Page<P>>(i), size = begin_of<Page<P>>(i + 1) - to;
+    return {begin_of<Page<P, PAGE_HEADS>>(i) + blockIdx.z * size, to, size};
+}
+
+__device__ inline void copy_piece(const Pages& pages, int id, int i, u32 to, u32 barrier) {
+    const Piece piece = pages.rows ? piece_of<ROWS_P>(i) : piece_of<KEPT_P>(i);
+    if (piece.size) bulk_copy(to + piece.to, pages.pool + (i64)id * pages.stride + piece.from, piece.size, barrier);
+}
+
+// By a warp; ids: shared.
+__device__ inline void fill(const Pages& pages, const int* ids, int stage, const Ring& ring) {
     const int lane = threadIdx.x & 31, per = pages.per_unit(), bytes = pages.bytes();
-    if (lane == 0) barrier_expect(ring.full + 8 * stage, per * bytes);
+    const u32 to = ring.stages + stage * STAGE, barrier = ring.full + 8 * stage;
+    if (lane == 0) barrier_expect(barrier, per * bytes);
     __syncwarp();
-    if (lane < per)
-        bulk_copy(ring.stages + stage * STAGE + lane * bytes, pages.pool + (i64)id * pages.stride, bytes,
-                  ring.full + 8 * stage);
+    if (PIECES == 1) {
+        if (lane < per) copy_piece(pages, ids[lane], 0, to + lane * bytes, barrier);
+    } else {
+        for (int i = lane; i < per * PIECES; i += 32)
+            copy_piece(pages, ids[i / PIECES], i % PIECES, to + i / PIECES * bytes, barrier);
+    }
 }
 
 // The first STAGES + 1 units, a page a thread, of a unit in as many warps as possible: a warp issues its copies one by one. Ids
@@ -127,7 +162,9 @@ __device__ inline void start(int (&ids)[FIRST + 1], const Pages& pages, int coun
         }
         const int at = (stage + n) % STAGES;
         if (page == 0) barrier_expect(ring.full + 8 * at, per * bytes);
-        bulk_copy(ring.stages + at * STAGE + page * bytes, pages.pool + (i64)id * pages.stride, bytes, ring.full + 8 * at);
+#pragma unroll 1
+        for (int i = 0; i < PIECES; i++)
+            copy_piece(pages, id, i, ring.stages + at * STAGE + page * bytes, ring.full + 8 * at);
     }
 }
 
@@ -157,7 +194,7 @@ __device__ inline void attend_units(State& s, const Pages& pages, bool rows, int
                              : "memory");
             if (__shfl_sync(ALL, done, 0) == WARPS - 1) {
                 if (lane == 0) asm volatile("st.shared.u32 [%0], 0;" ::"r"(ring.counters + 4 * place.stage) : "memory");
-                fill(pages, ring.ids[(n + STAGES) % WAITING][lane < per ? lane : 0], place.stage, ring);
+                fill(pages, ring.ids[(n + STAGES) % WAITING], place.stage, ring);
             }
         }
         place.advance();
@@ -225,7 +262,7 @@ __device__ inline void write_part(State& s, float* sums, const float* v_stats, i
     }
 }
 
-// Grid (blocks, B). part float32 [B, HEADS * QUERIES, n_part, DIM] and part_lse [.., n_part]: results of pieces of DENSE
+// Grid (blocks, B, PAGE_HEADS / HEADS). part float32 [B, PAGE_HEADS * QUERIES, n_part, DIM] and part_lse [.., n_part]: results of pieces of DENSE
 // dense slots, then of blocks where there may be pages, and their log2-sum-exps (-inf: none, and part is not written).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     decode(const u16* q, const u16* dense_k, const u16* dense_v, const int* dense_len, const u8* kept,
@@ -256,9 +293,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     __syncthreads();
     if (!early) wait_for_previous();
-    q += (i64)batch * q_batch;
+    const int first_head = (int)blockIdx.z * HEADS;
+    q += (i64)batch * q_batch + (i64)first_head * QUERIES * q_head;
+    k_mean += first_head * DIM, k_scale += first_head * DIM;
+    v_mean += first_head * DIM, v_scale += first_head * DIM;
     scaling *= LOG2E;
-    const i64 first_query = (i64)batch * HEADS * QUERIES, row = first_query * n_part + pieces + turns.own;
+    const i64 first_query = ((i64)batch * PAGE_HEADS + first_head) * QUERIES, row = first_query * n_part + pieces + turns.own;
     const bool packed = kept_table || rows_table;
     const bool has_dense = turns.own < turns.busy;
     const Queries queries = {q, q_head, order, k_mean, k_scale};
@@ -283,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (has_dense) {
         for (int job = turns.own; job < n_jobs; job += turns.busy) {
             const int head = job % HEADS, piece = job / HEADS, first = piece * DENSE;
-            const i64 at = (i64)batch * dense_batch + (i64)head * dense_head + (i64)first * dense_token;
+            const i64 at = (i64)batch * dense_batch + (i64)(first_head + head) * dense_head + (i64)first * dense_token;
             const i64 to = (first_query + head * QUERIES) * n_part + piece;
             attend_dense(weights, q + (i64)head * QUERIES * q_head, q_head, dense_k + at, dense_v + at, dense_token,
                          dense_slots - first, dense_len + batch, first, scaling, part + to * DIM, part_lse + to, n_part);

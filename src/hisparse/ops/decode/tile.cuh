@@ -14,14 +14,15 @@ constexpr float CENTRE = V_BITS == 5 ? 15.5f : 7.5f;
 
 __host__ __device__ constexpr int aligned(int size) { return (size + 15) / 16 * 16; }
 
-template <int P>
+// Of P tokens and H heads: as it lies in a stage, or, with PAGE_HEADS, in the pool.
+template <int P, int H = HEADS>
 struct Page {
-    static constexpr int k_extra = aligned(HEADS * P * DIM / 2);
-    static constexpr int v_nibbles = k_extra + aligned(K_BITS == 5 ? HEADS * P * EXTRA : 0);
-    static constexpr int v_extra = v_nibbles + aligned(HEADS * P * DIM / 2);
-    static constexpr int k_scales = v_extra + aligned(V_BITS == 5 ? HEADS * P * EXTRA : 0);
-    static constexpr int v_scales = k_scales + aligned(HEADS * GROUPS * 4);
-    static constexpr int bytes = v_scales + aligned(HEADS * GROUPS * 4);
+    static constexpr int k_extra = aligned(H * P * DIM / 2);
+    static constexpr int v_nibbles = k_extra + aligned(K_BITS == 5 ? H * P * EXTRA : 0);
+    static constexpr int v_extra = v_nibbles + aligned(H * P * DIM / 2);
+    static constexpr int k_scales = v_extra + aligned(V_BITS == 5 ? H * P * EXTRA : 0);
+    static constexpr int v_scales = k_scales + aligned(H * GROUPS * 4);
+    static constexpr int bytes = v_scales + aligned(H * GROUPS * 4);
     static constexpr int per_unit = UNIT / P;
     static constexpr int log = P == 4 ? 2 : P == 8 ? 3 : P == 16 ? 4 : P == 32 ? 5 : 6;
     static_assert(1 << log == P, "pages of 4, 8, 16, 32 or 64 tokens");

@@ -78,14 +78,16 @@ def test_at_every_shape(dim, group, heads, queries, tokens, split, bits, run) ->
 @pytest.mark.parametrize(
     ("heads", "queries", "dim", "tokens", "bits", "tuning"),
     [
-        (8, 4, 128, 64, (5, 5), None), (6, 2, 128, 32, (4, 5), (4, 2, 1, 0, 3)), (4, 3, 128, 8, (5, 4), (2, 3, 1, 0, 2)),
+        (8, 4, 128, 64, (5, 5), None), (6, 2, 128, 32, (4, 5), (4, 2, 1, 0, 3)),
+        (4, 3, 128, 8, (5, 4), (2, 3, 1, 0, 2)),
         (8, 1, 64, 4, (5, 5), (3, 2, 1, 0, 2)), (8, 2, 256, 16, (5, 5), None),
     ],
     ids=str,
 )  # fmt: skip
 def test_blocks_of_some_heads(heads, queries, dim, tokens, bits, tuning, run) -> None:  # type: ignore[no-untyped-def]
     case = make_case(
-        torch.bfloat16, heads, queries, dim, tokens, bits, 64, "rope", counts=(1, 150 // tokens), rows=(9, 1), lengths=(5, 70)
+        torch.bfloat16, heads, queries, dim, tokens, bits, 64, "rope", counts=(1, 150 // tokens),
+        rows=(9, 1), lengths=(5, 70),
     )  # fmt: skip
     mass = tokens <= 16
     check(case, run(case, 3, mass, tuning=tuning and cuda.Tuning(*tuning)), page_mass=mass)

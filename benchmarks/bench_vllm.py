@@ -50,6 +50,8 @@ CLAIMS = {
 }
 VOCABULARY = 32000
 STEPS = 64
+WARM = 20000
+"""Tokens of a prompt that is read before the measured one."""
 
 
 def shape_directory(name: str, context: int) -> str:
@@ -165,7 +167,10 @@ def measure(llm: Any, context: int, batch: int, claim: bool) -> dict[str, float]
         """New ones each time: nothing is found in a prefix cache."""
         return [[draw.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(number)]
 
+    # Kernels are compiled when they are first used: short and long prompts, and steps of so many requests, come first.
     generate(llm, prompts(1, 64), 4)
+    if not claim:
+        generate(llm, prompts(1, min(context, WARM)), 4)
     before = hot_counts()
     # Whole blocks can be claimed; one token remains to be computed.
     came = generate(llm, prompts(batch, context + claim), 1 + STEPS)

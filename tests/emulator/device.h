@@ -79,14 +79,6 @@ struct Copy {
   unsigned barrier;      // of a bulk copy: shared address
 };
 
-// From shared into global memory. What it has read from there is in `data`.
-struct Store {
-  char* to;
-  const char* from;
-  unsigned size;
-  std::vector<char> data;
-};
-
 struct Warp;
 struct Block;
 
@@ -98,7 +90,6 @@ struct Fiber {
   Block* block = nullptr;
   std::vector<Copy> open;               // copies of the group not committed yet
   std::deque<std::vector<Copy>> groups;  // committed, oldest first
-  std::deque<std::vector<Store>> stores;  // groups of bulk copies out of shared memory; the last one is not committed yet
   unsigned cluster_phase = 0;           // of the cluster's barrier, at which it arrived last
   const void* heard = nullptr;          // global memory that it read last while others may write it, and what was there
   char words[16];
@@ -327,18 +318,6 @@ static void finish_group(std::vector<Copy>& group) {
   }
 }
 
-// Bulk copies out of shared memory read as late as the program allows, and write as late as that, too.
-static void read_stores(Fiber& f, size_t left) {
-  for (size_t i = 0; i + left < f.stores.size(); i++)
-    for (Store& s : f.stores[i])
-      if (s.data.empty()) s.data.assign(s.from, s.from + s.size);
-}
-static void finish_stores(Fiber& f, size_t left) {
-  read_stores(f, left);
-  for (; f.stores.size() > left; f.stores.pop_front())
-    for (Store& s : f.stores.front()) memcpy(s.to, s.data.data(), s.size);
-}
-
 static void settle_cluster() {
   if (device.arrived < device.alive || !device.alive) return;
   device.arrived = 0, device.cluster_phase++;
@@ -373,10 +352,6 @@ static void leave() {
   Fiber& f = *device.now;
   for (auto& group : f.groups) finish_group(group);
   finish_group(f.open);
-  for (const auto& group : f.stores)
-    for (const Store& store : group)
-      if (store.data.empty()) fail("a program ends before a bulk copy has read its shared memory");
-  finish_stores(f, 0);
   f.done = true;
   f.warp->alive--, f.block->alive--, device.alive--;
   Warp& w = *f.warp;

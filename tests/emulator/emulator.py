@@ -38,10 +38,6 @@ INSTRUCTIONS = [  # PTX, its model
     (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64", "mbarrier_expect"),
     (r"mbarrier\.arrive\.shared::cta\.b64", "mbarrier_arrive"),
     (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes(\.L2::cache_hint)?", "bulk_copy"),
-    (r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", "bulk_store"),
-    (r"cp\.async\.bulk\.commit_group", "bulk_commit"),
-    (r"cp\.async\.bulk\.wait_group\.read", "bulk_wait_read"),
-    (r"cp\.async\.bulk\.wait_group", "bulk_wait"),
     (r"cp\.async\.c[ag]\.shared\.global(\.L2::cache_hint)?", "cp_async"),
     (r"cp\.async\.commit_group", "cp_async_commit"),
     (r"cp\.async\.wait_group", "cp_async_wait"),
@@ -250,8 +246,6 @@ class EmulatedKernel:
     seed = 0
     """Of the next launch; counts up from launch to launch."""
     registers = spilled = 0
-    _host: tuple[tuple[int, int], ...] = ()
-    """Memory that launches may copy from though no argument is in it: where it begins, and its bytes."""
     _changed: tuple[tuple[torch.UntypedStorage, bytes, bytes], ...] = ()
     """By the last launch of any kernel: memory, what it held before, and after."""
 
@@ -287,8 +281,8 @@ class EmulatedKernel:
             else:
                 values.append(ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int(arg))
         self._library.emu_forget()
-        for begin, size in [*((s.data_ptr(), s.nbytes()) for s in storages.values()), *EmulatedKernel._host]:
-            self._library.emu_know(begin, size)
+        for storage in storages.values():
+            self._library.emu_know(storage.data_ptr(), storage.nbytes())
         if overlap:  # the kernel ahead may not have ended: unless other work came between
             for storage, old, new in EmulatedKernel._changed:
                 if _bytes(storage) == new:
@@ -304,11 +298,6 @@ class EmulatedKernel:
             for storage, old, new in zip(storages.values(), before, after, strict=True)
             if old != new
         )
-
-
-def on_host(*tensors: Tensor) -> None:
-    """Launches may copy from these tensors, whose addresses they find in memory. Takes the place of those before."""
-    EmulatedKernel._host = tuple((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors)
 
 
 def behind(*tensors: Tensor) -> None:

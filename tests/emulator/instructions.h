@@ -315,21 +315,6 @@ static void bulk_copy(u32 to, const void* from, u32 size, u32 barrier, Policy...
   device.bulk.push_back({emu::shared_pointer(to, size, "cp.async.bulk"), (const char*)from, size, size, barrier});
 }
 
-static void bulk_store(void* to, u32 from, u32 size) {
-  if (from % 16 || (uintptr_t)to % 16 || size % 16) emu::fail("a bulk copy that is not aligned to 16 bytes");
-  emu::check_source(to, size);
-  auto& groups = device.now->stores;
-  if (groups.empty()) groups.emplace_back();
-  groups.back().push_back({(char*)to, emu::shared_pointer(from, size, "cp.async.bulk"), size, {}});
-}
-static void bulk_commit() {
-  auto& groups = device.now->stores;
-  if (groups.empty()) groups.emplace_back();
-  groups.emplace_back();
-}
-static void bulk_wait_read(int left) { emu::read_stores(*device.now, (size_t)left + 1); }
-static void bulk_wait(int left) { emu::finish_stores(*device.now, (size_t)left + 1); }
-
 static void mbarrier_init(u32 at, u32 count) {
   emu::shared_pointer(at, 8, "mbarrier.init");
   emu::Mbarrier m;

@@ -159,12 +159,36 @@ def test_large_budgets_in_cuda(backend: ModuleType, budget: int) -> None:
         hot.check()
 
 
+@pytest.mark.parametrize(
+    ("batch", "budget", "slots"), [(4, 1087, 9000), (12, 1000, 16001), (32, 2048, 131072), (2, 5, 10)]
+)
+@pytest.mark.parametrize("backend", BACKENDS[2:] or [pytest.param(None, marks=pytest.mark.skip(reason="needs CUDA"))])
+def test_sequences_share_a_buffer_in_cuda(backend: ModuleType, batch: int, budget: int, slots: int) -> None:
+    total = 2 * slots
+    source, bytes_ = host_of(total, 144, 1618)
+    hot, model = HotBuffer.empty((slots,), 144, total, DEVICE), Model(0, slots)
+    shared, make = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.Generator().manual_seed(4)
+    entries = once = 0
+    for step in range(4):
+        among = torch.randperm(total, generator=make)[: batch * budget * 3 // 4 + budget]
+        wants = [among[torch.randperm(len(among), generator=make)[: budget - step * b]].tolist() for b in range(batch)]
+        padded = [[*want, *[5] * (budget - len(want))] for want in wants]
+        table = backend.fetch_shared(hot, source, ints(padded), ints([len(want) for want in wants]), shared).cpu()
+        for want, found, expected in zip(wants, table, merged_step(model, wants), strict=True):
+            assert found[: len(want)].tolist() == expected
+            assert torch.equal(hot.buffer[found[: len(want)].long().to(DEVICE)].cpu(), bytes_[want])
+        entries, once = entries + sum(map(len, wants)), once + len({row for want in wants for row in want})
+        assert shared.tolist() == [(step + 1) * (batch - 1), entries - once]
+        assert hot.counters.tolist() == [[model.found, model.read]]
+        hot.check()
+
+
 @pytest.mark.skipif(not _cuda.has_compiler(), reason="needs CUDA's Python bindings")
 @pytest.mark.parametrize(("threads", "entries", "slots"), [(1024, 8, 16), (256, 1, 1), (320, 2, 5)])
 @pytest.mark.parametrize("merge", [0, 1])
 def test_cuda_sources_compile(threads: int, entries: int, slots: int, merge: int) -> None:
     sizes = {"THREADS": threads, "EACH_ENTRY": entries, "EACH_SLOT": slots, "AGES": AGES, "VECTORS": 162}
-    sizes |= {"CLUSTER": 8, "PIECE": 162, "MOVERS": threads // 32, "DEPTH": 2, "PER_SEGMENT": 1618, "MERGE": merge}
+    sizes |= {"CLUSTER": 8, "PIECES": 1, "DEPTH": 1, "PER_SEGMENT": 1618, "MERGE": merge}
     options = [f"--define-macro={name}={value}" for name, value in sizes.items()]
     for source in ("fetch/fetch.cu", "fetch/held.cu"):
         assert _cuda.compile_source(_cuda.read_source(source), source, "sm_90", options)

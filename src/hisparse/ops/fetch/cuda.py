@@ -1,7 +1,7 @@
 """Rows from the host in CUDA C++: see ``fetch.cu``. One launch, which starts while the kernel ahead ends.
 
-Steps of more than MOST_ENTRIES entries and buffers of more than MOST_SLOTS slots go to the Triton twin, as does all that
-is not `fetch_rows`.
+Steps of more than MOST_ENTRIES entries and buffers of more than MOST_SLOTS slots go to the Triton twin, as does all
+that is not `fetch_rows`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ EACH_ENTRY, EACH_SLOT = 8, 16
 """Most entries and slots of a thread."""
 MOST_ENTRIES, MOST_SLOTS = CLUSTER * THREADS * EACH_ENTRY, CLUSTER * THREADS * EACH_SLOT
 """Of a sequence; or of all that share a buffer."""
-PIECE = 1024
-"""Most vectors of 16 bytes that are copied at once."""
-RING = 128 << 10
-"""Bytes that a program has on their way. The cluster's are many times what fills the link while nothing else is going on:
-beside a kernel that keeps the device's memory busy they take longer."""
+PIECE = 184
+"""Most vectors of 16 bytes of a row that a warp brings at once: a lane has six, and they may begin within a line."""
 MOST_HELD = 8 * THREADS
 """Most slots of a sequence that `held_rows` lists in one launch."""
 
@@ -64,7 +61,7 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, e
 def fetch_shared(
     hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, shared: Tensor, early: bool = False
 ) -> Tensor:
-    """As `fetch_rows`, where the sequences share the buffer of one (`hot.sizes` has one size) and may want the same rows.
+    """As `fetch_rows`, for sequences that share the buffer of one (`hot.sizes` has one size) and may want the same rows.
 
     rows: int32 [B, budget], each once in its sequence. A row that several want is found or read once; the missing ones
     get their slots in the order of the first entries that want them. shared: int64 [2], to which are added the
@@ -82,9 +79,6 @@ def _fetch(
     entries, slots = -(-(rows.numel() if merge else width) // cluster), -(-max(hot.sizes) // cluster)  # of a program
     threads = max(LEAST, min(THREADS, -(-max(entries, slots // 2) // 64) * 64))
     vectors = source.row_bytes // 16
-    piece = min(vectors, PIECE)
-    movers = min(threads // 32, RING // (16 * piece))
-    depth = 1 << min(8, RING // (16 * piece * movers)).bit_length() - 1
     defines = {
         "CLUSTER": cluster,
         "THREADS": threads,
@@ -92,9 +86,8 @@ def _fetch(
         "EACH_SLOT": -(-slots // threads),
         "AGES": AGES,
         "VECTORS": vectors,
-        "PIECE": piece,
-        "MOVERS": movers,
-        "DEPTH": depth,
+        "PIECES": -(-vectors // PIECE),
+        "DEPTH": 2 if threads <= THREADS // 2 else 1,  # as registers allow
         "PER_SEGMENT": source.per_segment,
         "MERGE": int(merge),
     }
@@ -107,7 +100,7 @@ def _fetch(
         (cluster, 1 if merge else batch, 1),
         threads,
         [rows, number, table, *books, shared, source.addresses, hot.buffer, batch, width, early],
-        shared=8 * threads * defines["EACH_ENTRY"] + 16 * piece * movers * depth,
+        shared=8 * threads * defines["EACH_ENTRY"],
         overlap=True,
     )
     return table

@@ -9,17 +9,18 @@
 // Where several sequences want the same row (MERGE), the lowest of its entries stands for it. In slot_of a missing row then
 // says for a while which that is: CLAIM + entry.
 //
-// A warp that moves has DEPTH copies of PIECE vectors on their way from the host into a ring in shared memory, and from there
-// into the buffer; the copy engines do both, so that what is on its way takes no registers and no warp waits for its turn.
+// Rows come by plain loads of the host's memory: for each line of 128 bytes there is one request on the link, and no more, where
+// the loads of a warp begin at lines. (The bulk copy engine asks for less at a time, and is an eighth slower.) A warp has DEPTH
+// pieces of rows on their way, in registers.
 //
-// Macros: CLUSTER (8 programs at most), EACH_ENTRY, EACH_SLOT, AGES (64), VECTORS (of 16 bytes, of a row), PIECE (of these, of a
-// copy), MOVERS (warps of a program that move), DEPTH (a power of two, 32 at most), PER_SEGMENT, MERGE, and common.cuh's.
+// Macros: CLUSTER (8 programs at most), EACH_ENTRY, EACH_SLOT, AGES (64), VECTORS (of 16 bytes, of a row), PIECES (of a row),
+// DEPTH (1 or 2), PER_SEGMENT, MERGE, and common.cuh's.
 
 #include "common.cuh"
 
 constexpr int ENTRIES = THREADS * EACH_ENTRY, SLOTS = THREADS * EACH_SLOT;  // of a program
-constexpr int PIECES = (VECTORS + PIECE - 1) / PIECE;                       // of a row
-constexpr u32 COPY = PIECE * 16, LAST = (VECTORS - (PIECES - 1) * PIECE) * 16;  // bytes of a copy, of a row's last one
+constexpr int PIECE = ((VECTORS + PIECES - 1) / PIECES + 7) / 8 * 8;         // vectors, but for the last piece of a row
+constexpr int GROUP = (PIECE + 7 + 31) / 32;                                // vectors of a piece that a lane has
 constexpr int CLAIM = -2147483647 - 1;
 static_assert(ENTRIES < 65536 && SLOTS < 65536, "two counts share a word");
 
@@ -66,48 +67,54 @@ __device__ __forceinline__ Place find(const u32* counts, u32 m) {
   return place;
 }
 
-// Copies of a warp, the l-th of them being the cluster's unit (l MOVERS + warp) CLUSTER + program. Lane l % 32 has the source and
-// the slot of the l-th, of 32 at a time.
+// A piece of a row. Lane 0 has what is at the beginning of a line of 128 bytes, before the piece if need be.
+struct Piece {
+  uint4 x[GROUP];
+  int first, vectors;
+  __device__ __forceinline__ void request(const char* source, int n) {
+    first = (int)threadIdx.x % 32 - (int)((u64)source / 16 % 8), vectors = n;
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+      const int v = first + 32 * g;
+      if (v >= 0 && v < vectors)
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[g].x), "=r"(x[g].y), "=r"(x[g].z), "=r"(x[g].w)
+                     : "l"(source + (i64)v * 16));
+    }
+  }
+  __device__ __forceinline__ void store(uint4* target) const {
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) {
+      const int v = first + 32 * g;
+      if (v >= 0 && v < vectors) target[v] = x[g];
+    }
+  }
+};
+
+// What a warp brings: the l-th piece is the cluster's unit (l WARPS + warp) CLUSTER + program. Lane l % 32 knows where the l-th is and
+// comes to, of 32 at a time.
 struct Mover {
-  u32 ring, barriers;  // shared addresses
-  int warp, program, units, own;
-  const char* source;
-  u32 bytes;
+  int program, units;
   Place place;
+  i64 source;
   int part;
 
   __device__ __forceinline__ void look_up(int chunk, const u32* counts, const Missing& missing, const i64* addresses) {
-    const int unit = ((chunk + (int)threadIdx.x % 32) * MOVERS + warp) * CLUSTER + program;
+    const int unit = ((chunk + (int)threadIdx.x % 32) * WARPS + (int)threadIdx.x / 32) * CLUSTER + program;
     if (unit >= units) return;
     part = unit % PIECES;
     place = find(counts, unit / PIECES);
-    bytes = part == PIECES - 1 ? LAST : COPY;
     const int row = read_in(missing.row + place.at, place.program);
-    source = (const char*)addresses[row / PER_SEGMENT] + (i64)(row % PER_SEGMENT) * (VECTORS * 16) + part * (i64)COPY;
+    source = addresses[row / PER_SEGMENT] + ((i64)(row % PER_SEGMENT) * VECTORS + part * PIECE) * 16;
   }
-  __device__ __forceinline__ void request(int l) const {  // by the lane that has it
-    const u32 barrier = barriers + l % DEPTH * 8;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     ring + l % DEPTH * COPY),
-                 "l"(source), "r"(bytes), "r"(barrier)
-                 : "memory");
+  __device__ __forceinline__ void request(Piece& piece, int l) const {
+    const u32 low = __shfl_sync(ALL, (u32)source, l & 31), high = __shfl_sync(ALL, (u32)(source >> 32), l & 31);
+    const int start = PIECES > 1 ? __shfl_sync(ALL, part, l & 31) * PIECE : 0;
+    piece.request((const char*)((i64)high << 32 | low), min(VECTORS - start, PIECE));
   }
-  __device__ __forceinline__ void store(int l, char* buffer, int slot) const {  // waits until the ring is free again
-    if (slot >= 0) {
-      char* target = buffer + (i64)slot * (VECTORS * 16) + part * (i64)COPY;
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(ring + l % DEPTH * COPY),
-                   "r"(bytes)
-                   : "memory");
-    }
-    asm volatile("cp.async.bulk.commit_group;\n cp.async.bulk.wait_group.read 0;" ::: "memory");
-  }
-  __device__ __forceinline__ void arrived(int l) const {
-    asm volatile(
-        "{\n .reg .pred done;\nagain:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
-        " @done bra.uni over;\n bra.uni again;\nover:\n}" ::"r"(barriers + l % DEPTH * 8),
-        "r"(l / DEPTH & 1)
-        : "memory");
+  __device__ __forceinline__ void store(const Piece& piece, int l, uint4* buffer, int slot) const {
+    const int to = __shfl_sync(ALL, slot, l & 31), start = PIECES > 1 ? __shfl_sync(ALL, part, l & 31) * PIECE : 0;
+    if (to >= 0) piece.store(buffer + (i64)to * VECTORS + start);
   }
 };
 
@@ -115,9 +122,8 @@ struct Mover {
 // rest as in types.py. early: the books may be read before the kernel ahead has ended, see cuda.py.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* owner, int* stamp, const int* first,
-           int* clock, i64* counters, i64* sharing, const i64* addresses, char* buffer, int batch, int width, int early) {
-  extern __shared__ __align__(128) char memory[];  // Missing, then the ring
-  __shared__ u64 s_barriers[MOVERS * DEPTH];
+           int* clock, i64* counters, i64* sharing, const i64* addresses, uint4* buffer, int batch, int width, int early) {
+  extern __shared__ __align__(16) char memory[];
   __shared__ u32 s_used[SLOTS / 32];  // slots used in this step
   __shared__ u32 s_own[AGES];         // slots of each age
   __shared__ u32 s_ages[CLUSTER][AGES];
@@ -130,9 +136,6 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
   if (!early) wait_for_previous();
   for (int i = thread; i < SLOTS / 32; i += THREADS) s_used[i] = 0;
   for (int i = thread; i < AGES; i += THREADS) s_own[i] = 0;
-  for (int i = thread; i < MOVERS * DEPTH; i += THREADS)
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(s_barriers + i)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   arrive_in_cluster();
   const int now = read(clock + b) + 1;
   const int begin = read(first + b), end = read(first + b + 1);
@@ -247,14 +250,16 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
   if (lacking == 0) return;
 
   Mover mover;
-  mover.warp = warp, mover.program = program, mover.units = (int)lacking * PIECES;
-  mover.ring = shared_address(memory + sizeof(Missing)) + warp * DEPTH * COPY;
-  mover.barriers = shared_address(s_barriers) + warp * DEPTH * 8;
-  const int step = MOVERS * CLUSTER, first_unit = warp * CLUSTER + program;
-  const int copies = warp < MOVERS && mover.units > first_unit ? (mover.units - first_unit + step - 1) / step : 0;
-  if (copies > 0) {
+  mover.program = program, mover.units = (int)lacking * PIECES;
+  const int first_unit = warp * CLUSTER + program, step = WARPS * CLUSTER;
+  const int pieces = mover.units > first_unit ? (mover.units - first_unit + step - 1) / step : 0;
+  Piece on_way[DEPTH];
+  if (pieces > 0) {
     mover.look_up(0, absent, missing, addresses);
-    if (lane < min(copies, DEPTH)) mover.request(lane);
+    __syncwarp();
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+      if (d < pieces) mover.request(on_way[d], d);
   }
 
   u32 low = 0, high = 0;  // slots whose age is the lane's number, or 32 more
@@ -338,18 +343,24 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
     table[at + own_entry + 32 * j] = max(s, 0);
     if (MERGE && slot[j] != CLAIM && s < 0) slot_of[row[j]] = -1;
   }
-  for (int chunk = 0; chunk < copies; chunk += 32) {
-    if (chunk > 0) mover.look_up(chunk, absent, missing, addresses);
-    const int end = min(copies, chunk + 32), mine = chunk + lane;
-    if (chunk > 0 && mine < min(end, chunk + DEPTH)) mover.request(mine);
-    const int target = mine < end ? read_in(missing.slot + mover.place.at, mover.place.program) : -1;
-    for (int l = chunk; l < end; l++) {
-      mover.arrived(l);
-      if (mine == l) mover.store(l, buffer, target);
+  for (int chunk = 0; chunk < pieces; chunk += 32) {
+    const int end = min(pieces, chunk + 32);
+    if (chunk > 0) {
+      mover.look_up(chunk, absent, missing, addresses);
       __syncwarp();
-      if (mine == l + DEPTH && mine < end) mover.request(mine);
+#pragma unroll
+      for (int d = 0; d < DEPTH; d++)
+        if (chunk + d < end) mover.request(on_way[d], chunk + d);
+    }
+    const int target = chunk + lane < end ? read_in(missing.slot + mover.place.at, mover.place.program) : -1;
+    for (int l = chunk; l < end; l += DEPTH) {
+#pragma unroll
+      for (int d = 0; d < DEPTH; d++) {
+        if (l + d >= end) break;
+        mover.store(on_way[d], l + d, buffer, target);
+        if (l + d + DEPTH < end) mover.request(on_way[d], l + d + DEPTH);
+      }
     }
   }
   sync_cluster();  // the others read this program's shared memory until here
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

@@ -61,7 +61,7 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, e
 def fetch_shared(
     hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, shared: Tensor, early: bool = False
 ) -> Tensor:
-    """As `fetch_rows`, for sequences that share the buffer of one (`hot.sizes` has one size) and may want the same rows.
+    """As `fetch_rows`, for sequences that share the buffer of one (`hot.sizes` has one size) and may share rows.
 
     rows: int32 [B, budget], each once in its sequence. A row that several want is found or read once; the missing ones
     get their slots in the order of the first entries that want them. shared: int64 [2], to which are added the

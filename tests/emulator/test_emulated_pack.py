@@ -47,3 +47,24 @@ def test_bad_values_are_named_or_counted(value: float) -> None:
     assert torch.equal(pages[:7], good[:7])
     with pytest.raises(FormatError, match="K of page 7, token 3, head 1, channel 70"):
         twin.pack_pages(k, v, stats, fmt, "rope", 0.15)
+
+
+@pytest.mark.parametrize("fmt", [FORMATS[0], FORMATS[2], FORMATS[3]], ids=name)
+def test_tokens_and_pages_lie_anywhere(fmt: PageFormat) -> None:
+    make = torch.Generator().manual_seed(fmt.tokens)
+    both = torch.randn(211, 2, fmt.heads, fmt.head_dim, generator=make).bfloat16()
+    k, v = both[:, 0], both[:, 1]  # as a ring has them
+    stats, faults = statistics(fmt), torch.zeros(1, dtype=torch.int32)
+    for number in (1, 37):
+        tokens = torch.randint(211, (number, fmt.tokens), generator=make)
+        places = torch.randperm(50, generator=make)[:number]
+        lines = torch.full((50, fmt.page_bytes + 48), 201, dtype=torch.uint8)
+        out = lines[:, : fmt.page_bytes]
+        want = lines.clone()
+        want[places, : fmt.page_bytes] = reference.pack_pages(k[tokens], v[tokens], stats, fmt, "rope", 0.15)
+        twin.pack_tokens(k, v, tokens, stats, fmt, "rope", 0.15, faults, out, places)
+        assert torch.equal(lines, want)
+    assert int(faults) == 0
+    v[tokens[5, 0], 0, 3] = float("nan")
+    twin.pack_tokens(k, v, tokens[5:6], stats, fmt, "rope", 0.15, faults, out, places[5:6])
+    assert int(faults) == 1

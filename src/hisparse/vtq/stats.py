@@ -91,6 +91,16 @@ class ChannelStats:
         return self.k_mean.shape[1]
 
     @cached_property
+    def k_rate(self) -> Tensor:
+        """float32 [H, D], ``1 / k_scale``."""
+        return self.k_scale.reciprocal()
+
+    @cached_property
+    def v_rate(self) -> Tensor:
+        """float32 [H, D], ``1 / v_scale``."""
+        return self.v_scale.reciprocal()
+
+    @cached_property
     def sketch_basis(self) -> Tensor:
         """float32 [H, D, D]: ``(k - k_mean) @ sketch_basis`` are the coordinates of a sketch, most important first."""
         return torch.diag_embed(self.k_scale.reciprocal()) if self.key_basis is None else self.key_basis

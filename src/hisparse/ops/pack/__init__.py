@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hisparse.errors import FormatError
@@ -11,7 +12,7 @@ from hisparse.ops._dispatch import select_backend
 from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
-__all__ = ["pack_pages"]
+__all__ = ["pack_pages", "pack_tokens"]
 
 Split = Literal["rope", "peaks", "never"]
 
@@ -57,6 +58,45 @@ def pack_pages(
     check_stats(stats, fmt, "pack_pages")
     pages: Tensor = select_backend("pack", k.device).pack_pages(k, v, stats, fmt, split, peak_threshold, faults)
     return pages
+
+
+def pack_tokens(
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    stats: ChannelStats | None,
+    fmt: PageFormat,
+    split: Split,
+    peak_threshold: float,
+    faults: Tensor,
+    out: Tensor,
+    places: Tensor,
+) -> None:
+    """Pack tokens that lie anywhere to pages that lie anywhere, without waiting for the device.
+
+    k, v: [N, H, D]; tokens: int64 [n, P], which of them are a page's; out: uint8 [lines, page_bytes], lines any distance
+    apart; places: int64 [n], each line at most once. faults: int32 [1], counts blocks that hold inf, NaN or what is
+    beyond the range of the format; their pages mean nothing. The rest as :func:`pack_pages`, which gives the same
+    bytes. Raises FormatError for shapes that do not fit `fmt`.
+    """
+    shape = (fmt.heads, fmt.head_dim)
+    if k.dim() != 3 or tuple(k.shape[1:]) != shape or k.shape != v.shape or k.dtype != v.dtype:
+        raise FormatError(
+            f"pack_tokens: k is {k.dtype} {list(k.shape)}, v {v.dtype} {list(v.shape)}; this format takes "
+            f"[N, {shape[0]}, {shape[1]}], both alike"
+        )
+    if tokens.dim() != 2 or tokens.shape[1] != fmt.tokens or tuple(places.shape) != (len(tokens),):
+        raise FormatError(
+            f"pack_tokens: lists of {list(tokens.shape)} tokens and {list(places.shape)} places; give [n, {fmt.tokens}] "
+            "and [n]"
+        )
+    if out.dtype != torch.uint8 or out.dim() != 2 or out.shape[1] != fmt.page_bytes:
+        raise FormatError(f"pack_tokens: out is {out.dtype} {list(out.shape)}; give uint8 [lines, {fmt.page_bytes}]")
+    check_stats(stats, fmt, "pack_tokens")
+    if len(tokens):
+        select_backend("pack", k.device).pack_tokens(
+            k, v, tokens, stats, fmt, split, peak_threshold, faults, out, places
+        )
 
 
 def check_stats(stats: ChannelStats | None, fmt: PageFormat, what: str) -> None:

@@ -17,7 +17,7 @@ from hisparse.ops.pack import triton as twin
 from hisparse.vtq.format import Fields, PageFormat
 from hisparse.vtq.stats import ChannelStats
 
-__all__ = ["FOLDER", "SOURCE", "macros", "pack_pages", "serves"]
+__all__ = ["FOLDER", "SOURCE", "macros", "pack_pages", "pack_tokens", "serves"]
 
 SOURCE = "pack/pack.cu"
 WARPS = 4
@@ -42,15 +42,16 @@ def serves(k: Tensor, v: Tensor, stats: ChannelStats, fmt: PageFormat) -> bool:
     )
 
 
-def macros(fmt: PageFormat, dtype: torch.dtype, split: str) -> dict[str, int]:
-    """What the source is compiled for."""
+def macros(fmt: PageFormat, dtype: torch.dtype, split: str, line: int | None = None) -> dict[str, int]:
+    """What the source is compiled for. line: bytes from page to page where lists say what goes where."""
     defines = {
         "HEADS": fmt.heads,
         "DIM": fmt.head_dim,
         "TOKENS": fmt.tokens,
         "GROUPS": fmt.groups,
         "FLOAT16": int(dtype == torch.float16),
-        "PAGE_BYTES": fmt.page_bytes,
+        "PAGE_BYTES": fmt.page_bytes if line is None else line,
+        "INDEXED": int(line is not None),
     }
     fields: tuple[tuple[str, Fields], ...] = (("K", fmt.k), ("V", fmt.v))
     for name, field in fields:
@@ -80,17 +81,57 @@ def pack_pages(
     make = torch.zeros if twin.has_padding(fmt) else torch.empty
     pages = make(len(k), fmt.page_bytes, dtype=torch.uint8, device=k.device)
     bad = torch.zeros(1, dtype=torch.int32, device=k.device) if faults is None else faults
-    kernel = load_kernel(SOURCE, "pack", macros(fmt, k.dtype, split), device=k.device)
-    together = 32 * 32 // (fmt.tokens * fmt.head_dim)  # pages a warp packs at once
-    most = torch.cuda.get_device_properties(k.device).multi_processor_count * WARPS_A_MULTIPROCESSOR
-    wanted = min(-(-len(k) // together), max(1, most // (2 * fmt.heads)))
-    arguments = (k, v, stats.k_mean, stats.k_scale.reciprocal(), stats.v_mean, stats.v_scale.reciprocal(), stats.order)
-    kernel(
-        grid=(-(-wanted // WARPS), 2 * fmt.heads, 1),
-        block=32 * WARPS,
-        args=[*arguments, pages, bad, len(k), *k.stride()[:3], *v.stride()[:3]],
-    )
+    _launch(k, v, stats, fmt, macros(fmt, k.dtype, split), len(k), None, None, pages, bad)
     capturing = torch.cuda.is_current_stream_capturing()
     if faults is None and not capturing and bool(bad):
         return reference.pack_pages(k, v, stats, fmt, split, peak_threshold)  # which says what is wrong, and where
     return pages
+
+
+def pack_tokens(
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    stats: ChannelStats | None,
+    fmt: PageFormat,
+    split: str,
+    peak_threshold: float,
+    faults: Tensor,
+    out: Tensor,
+    places: Tensor,
+) -> None:
+    """See :func:`hisparse.ops.pack.pack_tokens`: one launch, whatever lies where."""
+    peaks = split == "peaks" and 5 in (fmt.k_bits, fmt.v_bits)
+    line = out.stride(0)
+    fits = out.stride(1) == 1 and line % 4 == 0 and out.data_ptr() % 4 == 0 and not twin.has_padding(fmt)
+    given = fmt.raw_dtype is None and not peaks and stats is not None
+    if not given or not fits or stats is None or not serves(k[:, None], v[:, None], stats, fmt):
+        reference.pack_tokens(k, v, tokens, stats, fmt, split, peak_threshold, faults, out, places, pack_pages)
+        return
+    defines = macros(fmt, k.dtype, split, line)
+    _launch(k[None], v[None], stats, fmt, defines, len(tokens), tokens.contiguous(), places.contiguous(), out, faults)
+
+
+def _launch(
+    k: Tensor,
+    v: Tensor,
+    stats: ChannelStats,
+    fmt: PageFormat,
+    defines: dict[str, int],
+    number: int,
+    tokens: Tensor | None,
+    places: Tensor | None,
+    pages: Tensor,
+    bad: Tensor,
+) -> None:
+    """k, v [n, P, H, D], or [1, N, H, D] with lists of tokens and places."""
+    kernel = load_kernel(SOURCE, "pack", defines, device=k.device)
+    together = 32 * 32 // (fmt.tokens * fmt.head_dim)  # pages a warp packs at once
+    most = torch.cuda.get_device_properties(k.device).multi_processor_count * WARPS_A_MULTIPROCESSOR
+    wanted = min(-(-number // together), max(1, most // (2 * fmt.heads)))
+    arguments = (k, v, stats.k_mean, stats.k_rate, stats.v_mean, stats.v_rate, stats.order, tokens, places)
+    kernel(
+        grid=(-(-wanted // WARPS), 2 * fmt.heads, 1),
+        block=32 * WARPS,
+        args=[*arguments, pages, bad, number, *k.stride()[:3], *v.stride()[:3]],
+    )

@@ -8,8 +8,9 @@
 // The arithmetic is the reference's, step by step and rounded alike: no fused multiply-adds, divisions to nearest. A
 // code is what the mantissa holds when 2^23 is added towards zero: no conversion.
 //
-// Macros: HEADS, DIM, TOKENS (a page), GROUPS (of a head), FLOAT16 (0: bfloat16), PAGE_BYTES, and for K and V: BITS, SPLIT
-// (six bits for the slow half and four for the fast), NIBBLES, EXTRA, SCALES (byte offsets in a page).
+// Macros: HEADS, DIM, TOKENS (a page), GROUPS (of a head), FLOAT16 (0: bfloat16), PAGE_BYTES (from page to page of the
+// output), INDEXED (1: lists say which token of the input is which of a page, and where a page goes), and for K and V:
+// BITS, SPLIT (six bits for the slow half and four for the fast), NIBBLES, EXTRA, SCALES (byte offsets in a page).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -62,6 +63,15 @@ __device__ __forceinline__ uint2 load_once(const u16* p) {
   return y;
 }
 
+// Where token `token` of page `page` lies in the input, in values.
+__device__ __forceinline__ i64 source(const i64* p_token, int page, int token, i64 page_stride, i64 token_stride) {
+#if INDEXED
+  return p_token[(i64)page * TOKENS + token] * token_stride;
+#else
+  return page * page_stride + token * token_stride;
+#endif
+}
+
 // The codes of four values in the four bytes of a word.
 __device__ __forceinline__ u32 codes(const float* x, float zero, float rate) {
   u32 c[4];
@@ -73,8 +83,9 @@ __device__ __forceinline__ u32 codes(const float* x, float zero, float rate) {
 
 template <int BITS, int SPLIT, int NIBBLES, int EXTRA, int SCALES>
 __device__ __forceinline__ void pack_head(
-    const u16* p_x, const float* p_mean, const float* p_rate, const i64* p_order, u8* p_pages, int* p_bad, int n_pages,
-    i64 page_stride, i64 token_stride, int head, int warp, int warps) {
+    const u16* p_x, const float* p_mean, const float* p_rate, const i64* p_order, const i64* p_token,
+    const i64* p_place, u8* p_pages, int* p_bad, int n_pages, i64 page_stride, i64 token_stride, int head, int warp,
+    int warps) {
   const int lane = threadIdx.x & 31;
   const int page_of_lane = lane / SPAN, token = lane / LANES % TOKENS, l = lane % LANES;
   int channel[8];
@@ -93,11 +104,13 @@ __device__ __forceinline__ void pack_head(
   uint2 next[8];
   int page = warp * EACH + page_of_lane;
   {
-    const u16* p = p_x + (i64)min(page, n_pages - 1) * page_stride + token * token_stride;
+    const u16* p = p_x + source(p_token, min(page, n_pages - 1), token, page_stride, token_stride);
 #pragma unroll
     for (int c = 0; c < 8; ++c) next[c] = load_once(p + channel[c]);
   }
-  for (; page - page_of_lane < n_pages; page += warps * EACH) {
+  const int stride = warps * EACH;
+  i64 at = source(p_token, min(page + stride, n_pages - 1), token, page_stride, token_stride);
+  for (; page - page_of_lane < n_pages; page += stride) {
     float x[8][4];
     float low[GROUPS], high[GROUPS];
 #pragma unroll
@@ -113,9 +126,10 @@ __device__ __forceinline__ void pack_head(
       high[g] = first ? b : upper(high[g], b);
     }
     {  // a step ahead: the warp computes while these are on their way
-      const u16* p = p_x + (i64)min(page + warps * EACH, n_pages - 1) * page_stride + token * token_stride;
+      const u16* p = p_x + at;
 #pragma unroll
       for (int c = 0; c < 8; ++c) next[c] = load_once(p + channel[c]);
+      at = source(p_token, min(page + 2 * stride, n_pages - 1), token, page_stride, token_stride);
     }
 #pragma unroll
     for (int step = 1; step < SPAN; step *= 2)
@@ -145,7 +159,11 @@ __device__ __forceinline__ void pack_head(
     const u32 faults = __ballot_sync(~0u, there && !fine);
     const u32 mine = SPAN == 32 ? ~0u : ((1u << (SPAN % 32)) - 1) << (page_of_lane * SPAN);
     if ((faults & mine) && lane % SPAN == 0) atomicAdd(p_bad, 1);
+#if INDEXED
+    u8* p_page = p_pages + p_place[min(page, n_pages - 1)] * PAGE_BYTES;
+#else
     u8* p_page = p_pages + (i64)min(page, n_pages - 1) * PAGE_BYTES;
+#endif
     if (there && lane % SPAN < GROUPS)
       *(u32*)(p_page + SCALES + (head * GROUPS + own) * 4) =
           (u32)zero_bits | ((u32)step_bits >> 16) | (SPLIT ? 0x8000u : 0u);
@@ -176,16 +194,16 @@ __device__ __forceinline__ void pack_head(
 
 extern "C" __global__ void pack(
     const u16* p_k, const u16* p_v, const float* p_k_mean, const float* p_k_rate, const float* p_v_mean,
-    const float* p_v_rate, const i64* p_order, u8* p_pages, int* p_bad, int n_pages, int k_page, int k_token, int k_head,
-    int v_page, int v_token, int v_head) {
+    const float* p_v_rate, const i64* p_order, const i64* p_token, const i64* p_place, u8* p_pages, int* p_bad,
+    int n_pages, int k_page, int k_token, int k_head, int v_page, int v_token, int v_head) {
   const int head = blockIdx.y >> 1;
   const int warp = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), warps = gridDim.x * (blockDim.x >> 5);
   if (blockIdx.y & 1)
     pack_head<V_BITS, 0, V_NIBBLES, V_EXTRA, V_SCALES>(
-        p_v + (i64)head * v_head, p_v_mean, p_v_rate, nullptr, p_pages, p_bad, n_pages, v_page, v_token, head, warp,
-        warps);
+        p_v + (i64)head * v_head, p_v_mean, p_v_rate, nullptr, p_token, p_place, p_pages, p_bad, n_pages,
+        v_page, v_token, head, warp, warps);
   else
     pack_head<K_BITS, K_SPLIT, K_NIBBLES, K_EXTRA, K_SCALES>(
-        p_k + (i64)head * k_head, p_k_mean, p_k_rate, p_order, p_pages, p_bad, n_pages, k_page, k_token, head, warp,
-        warps);
+        p_k + (i64)head * k_head, p_k_mean, p_k_rate, p_order, p_token, p_place, p_pages, p_bad, n_pages,
+        k_page, k_token, head, warp, warps);
 }

@@ -6,6 +6,7 @@ the range and every value lies within half a step of its code; code = floor((x -
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -57,6 +58,29 @@ def pack_pages(
             if not bool(finite.all()):
                 _refuse(finite.all(-1)[:, None].expand(-1, fmt.tokens, -1), x, name, start)
     return pages
+
+
+def pack_tokens(
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    stats: ChannelStats | None,
+    fmt: PageFormat,
+    split: str,
+    peak_threshold: float,
+    faults: Tensor,
+    out: Tensor,
+    places: Tensor,
+    pack: Callable[..., Tensor] = pack_pages,
+) -> None:
+    """See :func:`hisparse.ops.pack.pack_tokens`. pack: the twin that packs what has been gathered."""
+    k, v = k[tokens], v[tokens]
+    if not k.is_cuda:  # a kernel counts by itself
+        bad = int(sum((~x.isfinite()).flatten(1).any(1).sum() for x in (k, v)))
+        if bad:
+            faults += bad
+            k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
+    out[places] = pack(k, v, stats, fmt, split, peak_threshold, faults)
 
 
 def _normalise(x: Tensor, mean: Tensor, scale: Tensor, runs: Runs | None) -> Tensor:

@@ -218,3 +218,19 @@ def pack_pages(
     if faults is None and not capturing and bool(bad):
         return reference.pack_pages(k, v, stats, fmt, split, peak_threshold)  # which says what is wrong, and where
     return pages
+
+
+def pack_tokens(
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    stats: ChannelStats | None,
+    fmt: PageFormat,
+    split: str,
+    peak_threshold: float,
+    faults: Tensor,
+    out: Tensor,
+    places: Tensor,
+) -> None:
+    """See :func:`hisparse.ops.pack.pack_tokens`: gathered, packed and put in their places one after the other."""
+    reference.pack_tokens(k, v, tokens, stats, fmt, split, peak_threshold, faults, out, places, pack_pages)

@@ -98,7 +98,7 @@ def test_an_early_start_needs_nothing_of_the_kernels_ahead(
     rows: tuple[int, ...], run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until it has waited, all that the scan and the fetch leave is nonsense to it."""
-    monkeypatch.setattr(cuda, "_multiprocessors", lambda index: 5 + cuda.CLUSTER)
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda index: 5 * len(rows) + cuda.programs(1))
     case = make_case(
         torch.bfloat16, **COMMON, counts=(100, 5, 0)[: len(rows)], rows=rows, lengths=(148, 0, 7)[: len(rows)]
     )

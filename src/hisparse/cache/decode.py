@@ -63,6 +63,11 @@ class RecallRows:
     bits: int
     hot: HotBuffer | None = None
 
+    @property
+    def buffers(self) -> int:
+        """Hot buffers that the rows of a step are fetched through."""
+        return 0 if self.hot is None else len(self.hot.sizes)
+
 
 class SharedChoice:
     """The rows that one layer chose for a step, for the layers after it that recall the same ones
@@ -186,7 +191,7 @@ def recall_step(
     """
     recalled = early = None
     if rows is not None and stats is not None:
-        early = reserve(q, dense_k) if can_start_early(rows) else None
+        early = reserve(q, dense_k, rows.buffers) if can_start_early(rows) else None
         chosen = choose_rows(q, rows, stats, scaling, budget, wanted)
         recalled = bring_rows(rows, chosen, early=early is not None)
     return decode_attention(
@@ -225,7 +230,7 @@ class BatchedDecode:
         if step.has_rows:
             rows = self._rows(store, step)
             if self._scans(store, step) and can_start_early(rows):
-                early = reserve(query, store.dense_k)
+                early = reserve(query, store.dense_k, rows.buffers)
             recalled = self._recall(store, rows, query, step, scaling, early is not None)
         split = store.geometry.config.vtq.split
         return decode_attention(

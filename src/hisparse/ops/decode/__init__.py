@@ -10,23 +10,25 @@ from torch import Tensor
 
 from hisparse.errors import FormatError
 from hisparse.ops._dispatch import select_backend
-from hisparse.ops.decode.types import DecodeResult, Pages
+from hisparse.ops.decode.types import DecodeResult, Early, Pages
 from hisparse.ops.pack import check_stats
 from hisparse.vtq.stats import ChannelStats
 
-__all__ = ["DecodeResult", "Pages", "decode_attention", "reserve"]
+__all__ = ["DecodeResult", "Early", "Pages", "decode_attention", "reserve"]
 
 Split = Literal["rope", "peaks", "never"]
 
 
-def reserve(q: Tensor, dense_k: Tensor) -> Tensor | None:
+def reserve(q: Tensor, dense_k: Tensor, buffers: int = 1) -> Early | None:
     """Memory for `decode_attention` with `early`; q and dense_k as there. None where no kernel starts early.
 
+    buffers: hot buffers that the rows of the batch are fetched through, one for all or one a sequence; 0 for rows on
+    the device.
     Call it before the scan whose rows are attended to, and hold the result until the attention is launched.
     """
     backend = select_backend("decode", q.device)
-    room: Tensor | None = backend.reserve(q, dense_k) if hasattr(backend, "reserve") else None
-    return room
+    early: Early | None = backend.reserve(q, dense_k, buffers) if hasattr(backend, "reserve") else None
+    return early
 
 
 def decode_attention(
@@ -43,7 +45,7 @@ def decode_attention(
     extra_value: Tensor | None = None,
     page_mass: bool = False,
     split: Split | None = None,
-    early: Tensor | None = None,
+    early: Early | None = None,
     out: Tensor | None = None,
 ) -> DecodeResult:
     """One softmax over dense slots, kept pages, recalled rows and extra tokens.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hisparse.ops._cuda import Kernel, can_run, load_kernel
 from hisparse.ops.decode import triton as general
-from hisparse.ops.decode.types import DecodeResult, Pages
-from hisparse.ops.fetch.cuda import CLUSTER
+from hisparse.ops.decode.types import DecodeResult, Early, Pages
+from hisparse.ops.fetch.cuda import programs
 from hisparse.vtq.format import PageFormat
 from hisparse.vtq.stats import ChannelStats
 
@@ -169,9 +169,9 @@ def _room(q: Tensor, parts: int) -> int:
     return q.shape[0] * q.shape[1] * parts * (q.shape[2] + 1)
 
 
-def reserve(q: Tensor, dense_k: Tensor) -> Tensor:
+def reserve(q: Tensor, dense_k: Tensor, buffers: int = 1) -> Early:
     """See :func:`hisparse.ops.decode.reserve`."""
-    return q.new_empty(_room(q, sum(_parts(q, dense_k, 1))), dtype=torch.float32)
+    return Early(q.new_empty(_room(q, sum(_parts(q, dense_k, 1))), dtype=torch.float32), buffers)
 
 
 def _kernel(
@@ -217,7 +217,7 @@ def decode_attention(
     page_mass: bool,
     split: str | None,
     tuning: Tuning | None = None,
-    early: Tensor | None = None,
+    early: Early | None = None,
     out: Tensor | None = None,
 ) -> DecodeResult:
     """See :func:`hisparse.ops.decode.decode_attention`.
@@ -229,11 +229,14 @@ def decode_attention(
     - the scan's first kernel lets the next one start only after it has itself waited for what was launched before it,
       and each further kernel starts when all programs of the one ahead have: so when this kernel runs, everything
       launched before the scan has ended, and what it wrote can be seen;
-    - `early` was allocated before the scan and is held since: its memory belongs to none of the tensors that the scan
+    - `early` was reserved before the scan and is held since: its memory belongs to none of the tensors that the scan
       and the fetch make and drop;
     - nothing else is written before the recalled rows are waited for, and no copy is launched in between: page masses
       and tensors that have to be copied first make the call an ordinary one;
     - when a program starts, all programs of the kernels ahead have their place on the device: none waits for room.
+
+    A block that started when the fetch has ended would be the last one, however little it had to do: so there is none
+    for the multiprocessors of the fetch.
 
     The wait before the recalled rows is a wait for all kernels ahead, since each of them waits for the one before it
     before it ends.
@@ -262,12 +265,11 @@ def decode_attention(
     bf16 = q.dtype == torch.bfloat16
     kernel = _kernel(fmt, q_heads // heads, bf16, (sizes[0], sizes[1]), page_mass, split == "rope", tune, index)
     room = _room(q, sum(_parts(q, dense_k, tune.blocks)))
-    starts_early = early is not None and len(early) >= room and not page_mass and not copied
-    # A block that started when the fetch has ended would be the last one, however little it had to do.
-    taken = CLUSTER if starts_early and batch == 1 else 0
+    starts_early = early is not None and len(early.memory) >= room and not page_mass and not copied
+    taken = min(programs(early.buffers), _multiprocessors(index) // 2) if early is not None and starts_early else 0
     pieces, share = _parts(q, dense_k, tune.blocks, tune.groups, taken)
     n_part = pieces + (share if any(parts) else 0)
-    part = early if early is not None and starts_early else q.new_empty(room, dtype=torch.float32)
+    part = early.memory if early is not None and starts_early else q.new_empty(room, dtype=torch.float32)
     part_lse = part[batch * q_heads * n_part * dim :]
     out = q.new_empty(batch, q_heads, dim) if out is None else out
     lse = q.new_empty(batch, q_heads, dtype=torch.float32)

@@ -24,6 +24,14 @@ class Pages:
     fmt: PageFormat
 
 
+class Early(NamedTuple):
+    """What attention that starts early needs: memory float32 [n] for its parts, and how many hot buffers the rows that
+    it recalls are fetched through, which the fetch has multiprocessors for meanwhile."""
+
+    memory: Tensor
+    buffers: int
+
+
 class DecodeResult(NamedTuple):
     """out [B, Hq, D] in q's dtype; lse float32 [B, Hq], natural log-sum-exp of all scores.
 

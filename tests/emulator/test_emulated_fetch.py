@@ -13,6 +13,10 @@ pytest.importorskip("hisparse.ops.fetch.triton")
 from test_fetch_rows import Model, host_of, ints, merged_step
 
 from emulator import behind
+from hisparse.config import HiSparseConfig
+from hisparse.integrations.vllm import hot as hot_module
+from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, record_rows
+from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.ops.fetch import AGES, HotBuffer
 from hisparse.ops.fetch import cuda as twin
 
@@ -118,3 +122,33 @@ def test_more_rows_than_slots_do_no_harm() -> None:
     assert sorted(held) == [*range(10, 30)]
     assert table.tolist() == [[held.get(row, 0) for row in want] for want in wants]
     assert torch.equal(hot.buffer, bytes_[hot.owner.long()])
+
+
+def test_a_batch_of_requests_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer of vLLM's requests: rows by their records, searched as far as the batch is large."""
+    monkeypatch.setattr(hot_module, "backend_for", lambda *_: "cuda")
+    layout = choose_layout(HiSparseConfig(), 2, 64, torch.float32, 1024, 64)
+    blocks, budget, lead = 6, 9, layout.rows_per_block - layout.host_rows
+    pool = torch.randint(0, 256, (layout.host_lead + blocks * layout.host_rows, layout.row.page_bytes)).to(torch.uint8)
+    source, records = record_rows(layout, pool, blocks, CPU), blocks * layout.rows_per_block
+    hot = HotRows(HotSize(60, 3, 0, records), layout, 2 * budget, 3, Claims(records, CPU), CPU)
+    make, asked = torch.Generator().manual_seed(1), 0
+    for requests in (2, 3, 2, 3):
+        rows = torch.stack(
+            [torch.randperm(blocks * layout.host_rows, generator=make)[:budget] for _ in range(requests)]
+        )
+        rows[1, 2:5] = rows[0, :3]
+        rows[1] = rows[1, torch.randperm(budget, generator=make)]
+        rows[1, :] = torch.tensor(list(dict.fromkeys([*rows[1].tolist(), *range(99)]))[:budget])  # each once
+        wanted = rows // layout.host_rows * layout.rows_per_block + lead + rows % layout.host_rows
+        number = ints([budget - i for i in range(requests)])
+        behind(number)
+        table = hot.bring(source, wanted.int(), number, early=True)
+        for row, slot, n in zip(rows, table, number.tolist(), strict=True):
+            assert torch.equal(hot.all.buffer[slot[:n].long()], pool[layout.host_lead :][row[:n]])
+        asked += int(number.sum())
+        hot.all.check()
+    found, read, shared, queries = hot.counts().tolist()
+    assert found + read + shared == asked
+    assert shared >= 3
+    assert queries == 10

@@ -1,9 +1,10 @@
 """One hot buffer a layer for all requests of a batch, in front of the rows in host memory.
 
 Requests that share a prefix share its blocks, hence rows: so the buffer is one for all of them, a row lies in it once,
-and a step's requests fetch together (`merge_rows`). A row is known by the number of its record (`BlockLayout`). When it
-is written anew it is forgotten here at once (`HotRows.forget`); a block that vLLM frees, or hands to a request that
-finds it in the prefix cache, keeps its bytes, and so its rows may stay.
+and a step's requests fetch together: in one kernel in CUDA C++, else by `merge_rows` and `hand_out` around
+`fetch_rows`. A row is known by the number of its record (`BlockLayout`). When it is written anew it is forgotten here
+at once (`HotRows.forget`); a block that vLLM frees, or hands to a request that finds it in the prefix cache, keeps its
+bytes, and so its rows may stay.
 
 A step makes room among the first ``hot_factor`` times its own rows' slots: a small batch looks through few slots,
 whatever room there is for a large one, and finds what lies beyond all the same.

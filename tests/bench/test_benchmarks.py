@@ -75,6 +75,18 @@ def test_a_step_with_recall_agrees_with_its_oracle_and_drifts_as_told() -> None:
     assert missed >= past.budget
 
 
+def test_a_step_that_cannot_be_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured: capacity 400 has no room for kept tokens."""
+    monkeypatch.setattr(recall, "dense_decode_ms", lambda *_: 1.0)
+    monkeypatch.setattr(recall, "_measure", lambda past, what, *_: {"hot": past.hot_rows, "what": what})
+    said: list[str] = []
+    rows = list(recall.run(SMALL, 8192, [400.0, 3.0], [2, 1], [4], CPU, 1.0, 1.0, said.append))
+    assert [row["what"][:20] for row in rows] == ["capacity 3, 2-bit sk", "capacity 3, 1-bit sk"]
+    assert all(row["hot"] > 0 for row in rows)
+    assert len(said) == 2
+    assert all("capacity 400" in line and "lower it" in line for line in said)
+
+
 def test_decode_over_shuffled_pages_agrees_with_its_oracle() -> None:
     shape = SHAPES[SMALL]
     case = decode.Case(make_layer(shape, 2048, CPU), PageFormat(8, shape.heads, shape.dim, 5, 5, 64), 1024)

@@ -12,6 +12,7 @@ from hisparse.config import BudgetConfig, HiSparseConfig
 from hisparse.errors import InputError
 from hisparse.ops.attend import Packed
 from hisparse.ops.fetch import HostRows
+from hisparse.ops.fetch.pinned import pinned_rows
 from hisparse.ops.sketch import build_sketch
 from hisparse.ops.unpack import unpack_pages
 
@@ -39,6 +40,7 @@ class Past:
         page_size: int | None = None,
     ) -> None:
         shape, device = SHAPES[name], layer.k.device
+        self._arguments = (name, layer, context, capacity, scattered, bits, page_size)
         config = HiSparseConfig(
             budget=BudgetConfig(capacity=capacity, min_keep=0.0),
             selection={"sketch_bits": bits},
@@ -63,8 +65,8 @@ class Past:
         pages = layer.pack(self.row_format, first + kept, self.rows * tokens)
         make = torch.Generator().manual_seed(2)
         places = torch.randperm(self.rows, generator=make) if scattered else torch.arange(self.rows)
-        pool = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        pool[places] = pages.cpu()
+        pool = pinned_rows(*pages.shape) if device.type == "cuda" else torch.empty_like(pages)
+        pool.copy_(pages[places.argsort().to(device)])
         self.source = HostRows.of([pool], device)
         self.row_bytes = pool.nbytes
         self.ids = places.to(device) if scattered else places
@@ -80,6 +82,10 @@ class Past:
         self.device_bytes = int(device_bytes)
         self.capacity = context * shape.token_bytes / device_bytes
         self.budget = config.selection.budget(context) // tokens
+
+    def again(self) -> Past:
+        """The same once more, in memory of its own."""
+        return Past(*self._arguments)
 
     def everything(self) -> list[Packed]:
         """Kept pages and all rows."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hisparse.bench.past import Past
 from hisparse.bench.results import make_row
 from hisparse.bench.shapes import SHAPES
 from hisparse.cache.decode import RecallRows, bring_rows, choose_rows, held_pages, recall_step
+from hisparse.errors import InputError
 from hisparse.ops.decode import Pages, decode_attention
 from hisparse.ops.fetch import HotBuffer
 from hisparse.ops.scan import Chosen
@@ -157,28 +159,40 @@ def replay_ms(
 def run(
     name: str,
     context: int,
-    capacity: float,
-    bits: int,
-    page_size: int,
+    capacities: list[float],
+    bits: list[int],
+    page_sizes: list[int],
     device: torch.device,
     read: float,
     pinned: float,
+    say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """The whole step, and its parts. page_size: kept tokens a page; read, pinned: bytes a second of the device's and
-    the host's memory. Raises WrongResult."""
-    shape = SHAPES[name]
-    layer = make_layer(shape, context, device)
-    past = Past(name, layer, context, capacity, True, bits, page_size)
+    """A row for each capacity, width of sketches and number of kept tokens a page. read, pinned: bytes a second of the
+    device's and the host's memory. say: is told what cannot be, and why. Raises WrongResult."""
+    layer = make_layer(SHAPES[name], context, device)
+    dense = dense_decode_ms(layer.q[None, :, None], SHAPES[name].heads, context)
+    for width, capacity, page_size in product(bits, capacities, page_sizes):
+        what = f"capacity {capacity:g}, {width}-bit sketches, {page_size} tokens a page"
+        try:
+            past = Past(name, layer, context, capacity, True, width, page_size)
+            if not past.hot_rows:
+                raise InputError(
+                    f"no room for a hot buffer at {context} tokens; lower the capacity, or use 1-bit sketches"
+                )
+        except InputError as error:
+            say(f"recall {name} {context}, {what}: left out: {error}")
+            continue
+        yield _measure(past, what, dense, read, pinned)
+
+
+def _measure(past: Past, what: str, dense: float, read: float, pinned: float) -> dict[str, Any]:
+    """The whole step, and its parts."""
+    name, context = past.name, past.context
     steps = Steps(past)
-    # A short context's bytes fit the L2 cache, which other layers empty in a model: here, too.
-    layers = max(1, min(8, -(-L2_BYTES // (2 * past.device_bytes))))
-    others = [
-        Steps(Past(name, layer, context, capacity, True, bits, page_size), steps.drift) for _ in range(layers - 1)
-    ]
-    every = [steps, *others]
-    what = f"capacity {capacity:g}, {bits}-bit sketches, {page_size} tokens a page"
+    # What a step leaves in the L2 cache, other layers replace in a model: here, too.
+    layers = max(2, min(8, -(-L2_BYTES // (2 * past.device_bytes))))
+    every = [steps, *(Steps(past.again(), steps.drift) for _ in range(layers - 1))]
     error = check(f"recall {name} {context} {what}", max(steps.error(i) for i in range(3)), TOLERANCE)
-    dense = dense_decode_ms(past.layer.q[None, :, None], shape.heads, context)
     ms, rose = replay_ms([each.step for each in every], steps.queries, WARM, [each.hot.counters for each in every])
     assert rose is not None
     found, missed = rose[0].tolist()
@@ -194,7 +208,7 @@ def run(
     attend = graph_ms([lambda: steps.attend(steps.queries[0], pages)])
     size = past.codes.nbytes + past.scales.nbytes + 4 * past.rows + past.kept_pages.nbytes
     size += past.budget * past.row_format.page_bytes
-    yield make_row(
+    return make_row(
         "recall", name, context, ms, what=what, capacity=round(past.capacity, 2), dense_ms=dense, bytes=size,
         bandwidth_fraction=round(size / ms * 1e3 / read, 4), error=error, rows=past.budget, hot_rows=past.hot_rows,
         hit_rate=round(found / (found + missed), 4), layers=layers, host_bytes=round(missed_bytes),

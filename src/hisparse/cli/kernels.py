@@ -113,10 +113,7 @@ def recall(
         row
         for name in _shapes(shape)
         for tokens in context or [1 << 17, 1 << 20]
-        for width in bits or [2]
-        for target in capacity or [9.1]
-        for size in sizes
-        for row in bench.run(name, tokens, target, width, size, device, *speeds.values())
+        for row in bench.run(name, tokens, capacity or [9.1], bits or [2], sizes, device, *speeds.values(), typer.echo)
     )
     _report(rows, out, commit, speeds)
 

@@ -108,12 +108,13 @@ def recall(
     from hisparse.config import GPU_PAGE
 
     sizes = _page_sizes(page_size, [GPU_PAGE])
-    speeds = {"read_bandwidth": read_bandwidth(device), "pinned_bandwidth": pinned_bandwidth(device)}
+    read, pinned = read_bandwidth(device), pinned_bandwidth(device)
+    speeds = {"read_bandwidth": read, "pinned_bandwidth": pinned}
     rows = (
         row
         for name in _shapes(shape)
         for tokens in context or [1 << 17, 1 << 20]
-        for row in bench.run(name, tokens, capacity or [9.1], bits or [2], sizes, device, *speeds.values(), typer.echo)
+        for row in bench.run(name, tokens, capacity or [9.1], bits or [2], sizes, device, read, pinned, typer.echo)
     )
     _report(rows, out, commit, speeds)
 

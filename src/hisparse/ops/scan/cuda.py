@@ -85,7 +85,7 @@ class Plan:
     def warp_bytes(self, row_size: int, stages: int) -> int:
         """Shared memory of a warp, as tile.cuh computes it."""
         body, token, marks = self.warp_heads * row_size * 16 * self.words, 16 * self.words, self.warp_heads * row_size
-        return stages * 8 * (body + (128 + token - body % 128) % 128 + marks) + 32 * marks
+        return stages * 8 * (body + (128 + token - body % 128) % 128 + marks)
 
 
 @cache
@@ -238,26 +238,22 @@ class _Scan:
         x: Tensor = torch.empty(*size, dtype=dtype, device=self.q.device)
         return x
 
-    def _weigh(
-        self, clear: Tensor | None, limits: Tensor | None = None, budget: int = -1
-    ) -> tuple[list[Tensor], Tensor]:
-        """Weights, middles and tops; and the first tile of each sequence. `clear` becomes zero. None of it where a
-        budget is given and every sequence wants all its rows."""
+    def _weigh(self, clear: Tensor | None, limits: Tensor | None = None, budget: int = -1) -> tuple[Tensor, Tensor]:
+        """Weights; and the first tile of each sequence. `clear` becomes zero. None of it where a budget is given and
+        every sequence wants all its rows."""
         heads, plan = self.stats.heads, self.plan
         weights = self._empty(self.batch, heads, plan.operands, 32, 6 * plan.words)
-        middle, top = self._empty(2, self.batch, heads, 8 * plan.operands, dtype=torch.float32).unbind()
         tiles = self._empty(self.batch + 1)
         macros = {**self.macros, "QTYPE": QTYPES[self.q.dtype]}
         kernel = load_kernel("scan/weigh.cu", "weigh_queries", macros, device=self.q.device).prefer_shared()
         kernel(
             (heads, self.batch, 1),
             1024,
-            [self.q, self.stats.query_basis, self.codes, self.scales, self.table, self.count, weights, middle, top,
-             tiles, clear, 0 if clear is None else clear.numel(), self.scaling / math.log(2), self.q.stride(0),
-             self.q.stride(1), self.width, *self.strides, limits, budget],
+            [self.q, self.stats.query_basis, self.count, weights, tiles, clear, 0 if clear is None else clear.numel(),
+             self.scaling / math.log(2), self.q.stride(0), self.q.stride(1), self.width, limits, budget],
             overlap=self.tune.overlap,
         )  # fmt: skip
-        return [weights, middle, top], tiles
+        return weights, tiles
 
     def _tile_macros(self, warps: int, stages: int) -> dict[str, int]:
         return {**self.macros, "WARPS": warps, "STAGES": stages, "ONCE": int(self.tune.once)}
@@ -276,7 +272,7 @@ class _Scan:
         kernel(
             (programs, 1, 1),
             32 * tune.warps,
-            [*weights, self.codes, self.scales, self.table, self.count, roots, part, batch, width, *self.strides],
+            [weights, self.codes, self.scales, self.table, self.count, roots, part, batch, width, *self.strides],
             tune.warps * plan.warp_bytes(self.row_size, tune.stages),
             tune.overlap,
         )
@@ -317,7 +313,7 @@ class _Scan:
         kernel(
             (programs, 1, 1),
             32 * room.warps,
-            [*weights, self.codes, self.scales, self.table, self.count, state, far, worth, limits, rows, chosen, key,
+            [weights, self.codes, self.scales, self.table, self.count, state, far, worth, limits, rows, chosen, key,
              place, batch, width, *self.strides, room.tiles, room.near, budget, base],
             room.shared,
             self.tune.overlap,

@@ -12,8 +12,8 @@
 //   value u32 [BLOCKS, B, max_rows, 4, SETS]: two bfloat16, columns 2 t and 2 t + 1: the root of a row's attention;
 //   part float32 [grid + B * BLOCKS, PC]: at program + sequence * BLOCKS + block, the sum of the program's attention.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-scan_rows(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
-           const int* count, u32* value, float* part, int batch, int max_rows, int code_stride, int scale_stride) {
+scan_rows(const u32* frag, const u8* codes, const u8* scales, const int* table, const int* count, u32* value, float* part,
+          int batch, int max_rows, int code_stride, int scale_stride) {
   extern __shared__ __align__(16) u8 memory[];
   __shared__ Base s_base;
   __shared__ float s_total[WARPS][PC];
@@ -39,10 +39,10 @@ scan_rows(const u32* frag, const float* middle, const float* top, const u8* code
     Weights weights;
     float total[SETS][2] = {};
     score_tiles(
-        ring, from, table + (i64)b * max_rows, n_rows, at - base + warp, end, WARPS, weights, total, lane,
-        [&] {
+        ring, from, table + (i64)b * max_rows, n_rows, at - base + warp, end, warp, WARPS, weights, total, lane,
+        [&](const Sample& sample) {
           wait_for_previous();  // sketches, tables and counts are older; the weights are not
-          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base, warp == 0, lane);
+          weights.read(frag, (i64)b * HEADS + block * HB, sample, s_base, 1, s_total, warp, lane);
         },
         [&](int, int row, const u32(&result)[SETS]) {
           if (row < n_rows) write_words(to + (i64)row * (4 * SETS), result);

@@ -70,7 +70,12 @@ struct Roots {
   u32 *near, *far;
   int room;
 
-  __device__ __forceinline__ u32* at(int tile) const { return (tile < room ? near : far) + (i64)tile * ROOTS; }
+  __device__ __forceinline__ const u32* at(int tile) const { return (tile < room ? near : far) + (i64)tile * ROOTS; }
+
+  __device__ __forceinline__ void write(int tile, int place, const u32 (&x)[SETS]) const {
+    if (tile < room) write_words(near + tile * ROOTS + place, x);
+    else write_words(far + (i64)tile * ROOTS + place, x);
+  }
 };
 
 // ---- worth -------------------------------------------------------------------------------------------------------
@@ -185,7 +190,19 @@ struct Held {
   u32 takes, those;
   int entry[HELD];
 
-  __device__ __forceinline__ void read(const float* s_worth, const Piece& piece, int start, const int* table) {
+  // The entries of the first rows, before it is known which are taken.
+  __device__ __forceinline__ void read_entries(const Piece& piece, const int* table) {
+    const int first = piece.first * 8, n = min(piece.end * 8, piece.rows) - first;
+#pragma unroll
+    for (int e = 0; e < HELD; ++e) {
+      const int i = e * THREADS + (int)threadIdx.x;
+      entry[e] = i < n ? table[first + i] : 0;
+    }
+  }
+
+  // has_entries: of these rows.
+  __device__ __forceinline__ void read(const float* s_worth, const Piece& piece, int start, const int* table,
+                                       bool has_entries = false) {
     const int first = piece.first * 8, n = min(piece.end * 8, piece.rows) - first;
     takes = those = 0;
 #pragma unroll
@@ -193,7 +210,7 @@ struct Held {
       const int i = start + e * THREADS + (int)threadIdx.x, key = i < n ? key_of(s_worth[piece.at * 8 + i]) : -1;
       if (key >= piece.next) takes |= 1u << e;
       else if (key >= piece.least) those |= 1u << e;
-      entry[e] = key >= piece.least ? table[first + i] : 0;
+      if (!has_entries) entry[e] = key >= piece.least ? table[first + i] : 0;
     }
   }
 
@@ -212,7 +229,7 @@ __device__ __forceinline__ int rows_of(const Piece& piece) { return min(piece.en
 // The bin at which the budget runs out; and what the program has above it and in it, which it tells the others, with the
 // candidates where these are few. Leaves the thread's first rows, and what the threads before this one have.
 __device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits,
-                                        const int* table, int budget, int base, Held& held, Tail& s) {
+                                        const int* table, int budget, int base, Held& held, bool has_entries, Tail& s) {
   const int tid = threadIdx.x;
   int bins[EACH] = {};
   if (tid < 256) {
@@ -235,7 +252,7 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
   int own = 0;
 #pragma unroll 1
   for (int start = (rows_of(piece) - 1) / (HELD * THREADS) * (HELD * THREADS); start >= 0; start -= HELD * THREADS) {
-    held.read(s_worth, piece, start, table);
+    held.read(s_worth, piece, start, table, has_entries && start == 0);
     own += held.number();
     if (cut.left <= FEW)  // where each is does not matter: they are ranked
       for (u32 those = held.those; those; those &= those - 1)
@@ -330,12 +347,12 @@ __device__ __forceinline__ void rank_own(const State& state, const float* s_wort
 // a program, `room` have their roots in shared memory, and the others in far u32 [grid, tiles - room, ROOTS]. Behind those in
 // shared memory lie the stages, where later are the worth of the rows and a Tail. At most MOST sequences.
 // words: see State. Where CHOOSE is 0: worth float32 [B, max_rows], -inf beyond the count. Where it is 1: rows int32 [B,
-// budget], chosen int32 [B]; limits int32 [B] or null, older than the launch of weigh.cu, as counts are; key, place int32 [B, max_rows]: room for candidates where there are
-// many.
+// budget], chosen int32 [B]; limits int32 [B] or null, older than the launch of weigh.cu, as counts are; key, place int32
+// [B, max_rows]: room for candidates where there are many.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-scan_and_choose(const u32* frag, const float* middle, const float* top, const u8* codes, const u8* scales, const int* table,
-                const int* count, u32* words, u32* far, float* worth, const int* limits, int* rows, int* chosen, int* key, int* place,
-                int batch, int max_rows, int code_stride, int scale_stride, int tiles, int room, int budget, int base) {
+scan_and_choose(const u32* frag, const u8* codes, const u8* scales, const int* table, const int* count, u32* words, u32* far,
+                float* worth, const int* limits, int* rows, int* chosen, int* key, int* place, int batch, int max_rows,
+                int code_stride, int scale_stride, int tiles, int room, int budget, int base) {
   extern __shared__ __align__(16) u8 memory[];
   __shared__ Base s_base[BLOCKS];
   __shared__ float s_total[WARPS][PC];
@@ -378,13 +395,14 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
     Weights weights;
     float total[SETS][2] = {};
     score_tiles(
-        ring, from, table + (i64)b * max_rows, n_rows, first + warp / BLOCKS, end, TURNS, weights, total, lane,
-        [&] {
+        ring, from, table + (i64)b * max_rows, n_rows, first + warp / BLOCKS, end, warp / BLOCKS, TURNS, weights, total,
+        lane,
+        [&](const Sample& sample) {
           wait_for_previous();  // sketches, tables and counts are older; the weights are not
-          weights.read(frag, middle, top, (i64)b * HEADS + block * HB, s_base[block], warp < BLOCKS, lane);
+          weights.read(frag, (i64)b * HEADS + block * HB, sample, s_base[block], BLOCKS, s_total, warp, lane);
         },
         [&](int tile, int, const u32(&result)[SETS]) {
-          write_words(roots.at(own + tile) + (block * 32 + lane) * SETS, result);
+          roots.write(own + tile, (block * 32 + lane) * SETS, result);
         });
     add_rows(total, s_total[warp], lane);
     __syncthreads();
@@ -431,12 +449,15 @@ scan_and_choose(const u32* frag, const float* middle, const float* top, const u8
 
   // 3. The choice.
   arrive(state.arrived);
-  wait_for_programs(state.arrived, programs);
   Held held;
+  const bool has_entries = pieces == 1 && rows_of(s_piece[0]) <= HELD * THREADS;
+  if (has_entries) held.read_entries(s_piece[0], table + (i64)s_piece[0].b * max_rows);  // while others are waited for
+  wait_for_programs(state.arrived, programs);
   int before = 0;
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i)
-    before = tell_own(state, s_worth, s_piece[i], limits, table + (i64)s_piece[i].b * max_rows, budget, base, held, tail);
+    before = tell_own(state, s_worth, s_piece[i], limits, table + (i64)s_piece[i].b * max_rows, budget, base, held, has_entries,
+                      tail);
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i) {
     const Piece& piece = s_piece[i];

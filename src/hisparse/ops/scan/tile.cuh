@@ -7,7 +7,9 @@ constexpr int BODY = HB * ROW * TOKEN;             // bytes of a row that a warp
 constexpr int STRIDE = BODY + (128 + TOKEN - BODY % 128) % 128;  // rows apart in shared memory: no bank conflicts
 constexpr int MARKS = HB * ROW;                    // scales of a row that a warp reads
 constexpr int STAGE = 8 * (STRIDE + MARKS);
-constexpr int WARP_BYTES = STAGES * STAGE + 32 * MARKS;  // shared memory of a warp
+constexpr int WARP_BYTES = STAGES * STAGE;         // shared memory of a warp
+constexpr bool HELD_WHOLE = HB * ROW * I <= 32;    // a row's words of a warp's heads fit into registers
+constexpr int MARK_WORDS = MARKS % 16 == 0 ? 4 : MARKS % 8 == 0 ? 2 : 1;  // of scales, read together
 constexpr float CAP = 1.2676506e30f;               // 2^100: more than any sum of attention needs
 
 // ---- which tiles -------------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ __device__ __forceinline__ int read_id(const int* table, int tile, int n_rows, i
   return table[min(tile * 8 + (lane >> 2), n_rows - 1)];
 }
 
-// A warp's shared memory: its stages, and the decoded scales of a tile.
+// A warp's shared memory: its stages.
 struct Ring {
   u32 own;
   u64 policy;
@@ -112,30 +114,63 @@ struct Ring {
     for (int p = 0; p < MARKS / 4; p += 4)
       if (MARKS % 16 == 0 || p + t < MARKS / 4) copy4(to + p * 4, mark + p * 4);
   }
+};
 
-  // Decodes the scales of a tile that has arrived; a lane has four of them at a time.
-  __device__ __forceinline__ void decode_scales(int s, int lane) const {
-    const u32 marks = own + s * STAGE + 8 * STRIDE, to = own + STAGES * STAGE;
+// What a lane scores of a tile: all words of its row that it has, and all scales.
+struct Words {
+  u32 word[HB][ROW][I], marks[HB][ROW / 4];
+
+  // code, mark: shared addresses of the lane's row.
+  __device__ __forceinline__ void read(u32 code, u32 mark) {
 #pragma unroll
-    for (int i = 0; i < 2 * MARKS; i += 32)
-      if (2 * MARKS % 32 == 0 || i + lane < 2 * MARKS) {
-        u32 mark[1];
-        read_shared(mark, marks + 4 * (i + lane));
-        write_shared(to + 16 * (i + lane), decode_scale(mark[0], 0), decode_scale(mark[0], 1), decode_scale(mark[0], 2),
-                     decode_scale(mark[0], 3));
-      }
-    __syncwarp();
+    for (int h = 0; h < HB; ++h)
+#pragma unroll
+      for (int j = 0; j < ROW; ++j) read_shared(word[h][j], code + (h * ROW + j) * TOKEN);
+#pragma unroll
+    for (int i = 0; i < MARKS / 4; i += MARK_WORDS) {
+      u32 x[MARK_WORDS];
+      read_shared(x, mark + 4 * i);
+#pragma unroll
+      for (int k = 0; k < MARK_WORDS; ++k) marks[(i + k) / (ROW / 4)][(i + k) % (ROW / 4)] = x[k];
+    }
   }
 };
 
 // ---- what a tile is worth ----------------------------------------------------------------------------------------
 
-// What the accumulators of a set of columns start from, for the rows g and g + 8 of an operand, and minus what attention is
-// summed relative to: of the lanes of a quad.
+// Rows that attention is summed relative to the best of: each warp of a program has eight, all programs the same. Their
+// first four tokens are looked at.
+struct Sample {
+  u32 word[HB][4][I], marks[HB];
+
+  // turn, turns: the warp among those of its heads. Lane 4 g + t has row g, as of a tile.
+  __device__ __forceinline__ void read(const Sketches& from, const int* table, int n_rows, int turn, int turns, int lane) {
+    const int id = table[(int)((i64)(turn * 8 + (lane >> 2)) * n_rows / (turns * 8))];
+    const u8* code = from.codes + (u64)(u32)id * from.code_stride + (lane & 3) * (4 * I);
+    const u8* mark = from.scales + (u64)(u32)id * from.scale_stride;
+#pragma unroll
+    for (int h = 0; h < HB; ++h) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < I; ++i) word[h][j][i] = *(const u32*)(code + (h * ROW + j) * TOKEN + 4 * i);
+      marks[h] = *(const u32*)(mark + h * ROW);
+    }
+  }
+};
+
+// What the accumulators of a set of columns start from, for the rows g and g + 8 of an operand, of the lanes of a quad; and
+// minus what attention is summed relative to.
 struct Base {
   float4 middle[SETS][4];
-  float2 low[SETS][4];
+  float low[PC];
 };
+
+// Whether a column of a warp's has a query.
+__device__ __forceinline__ bool has_query(int column) {
+  const int n = NB > 1 ? column % NQ : column % 8;
+  return NB > 1 ? n < QUERIES : n % QP < QUERIES && n < HG * QP;
+}
 
 // The weights of a warp's heads.
 struct Weights {
@@ -143,10 +178,10 @@ struct Weights {
   u32 middles, lows;  // shared addresses of the lane's part of a Base
   int turn;  // which of the heads of an accumulator the lane's columns are
 
-  // head: the first of the warp's, over all sequences. frag, middle, top: see weigh.cu. Warps of the same heads share a
-  // Base, which one of them (`writes`) fills. All threads of the program call this; barriers inside.
-  __device__ __forceinline__ void read(const u32* frag, const float* middle, const float* top, i64 head, Base& shared,
-                                       bool writes, int lane) {
+  // head: the first of the warp's, over all sequences. frag: see weigh.cu. Warps of the same heads are `apart` warps apart
+  // and share a Base. tops: room for PC numbers of each warp. All threads of the program call this; barriers inside.
+  __device__ __forceinline__ void read(const u32* frag, i64 head, const Sample& sample, Base& shared, int apart,
+                                       float (*tops)[PC], int warp, int lane) {
     const int t = lane & 3;
 #pragma unroll
     for (int h = 0; h < HB; ++h)
@@ -160,20 +195,55 @@ struct Weights {
         }
       }
     turn = NB > 1 ? 0 : min(2 * t / QP, HG - 1);
-    for (int s = lane >> 2; writes && s < SETS; s += 8) {
-      const i64 from = (head + (NB > 1 ? s / NB : s * HG + turn)) * NQ + (s % NB) * 8 + 2 * t;
-      const float2 m = *(const float2*)(middle + from), p = *(const float2*)(top + from);
-      shared.middle[s][t].x = shared.middle[s][t].z = m.x, shared.middle[s][t].y = shared.middle[s][t].w = m.y;
-      shared.low[s][t].x = -p.x, shared.low[s][t].y = -p.y;
+#pragma unroll
+    for (int group = 0; group < G; ++group) {
+      float all[NB][4] = {}, acc[2][NB][4] = {};
+      u32 mark = sample.marks[group * HG];
+#pragma unroll
+      for (int hg = 0; hg < HG; ++hg) {
+        const int h = group * HG + hg;
+        if (hg && turn == hg) mark = sample.marks[h];
+#pragma unroll
+        for (int i = 0; i < I; ++i) {
+          add_products(all, ~0u, ~0u, weight[h], i);
+          add_products(acc[0], sample.word[h][0][i], sample.word[h][1][i], weight[h], i);
+          add_products(acc[1], sample.word[h][2][i], sample.word[h][3][i], weight[h], i);
+        }
+      }
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb) {
+        const int s = group * NB + nb;
+        // Midpoints take away half of what codes of ones add, from the rounded weights: the two then cancel as they should.
+        if (warp < apart && lane < 4)
+          shared.middle[s][t] = make_float4(-.5f * all[nb][0], -.5f * all[nb][1], -.5f * all[nb][2], -.5f * all[nb][3]);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          float peak = -1e30f;
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            peak = fmaxf(peak, __fmaf_rn(-.5f, all[nb][k], acc[j / 2][nb][k + j % 2 * 2]) * decode_scale(mark, j));
+#pragma unroll
+          for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
+          if (lane < 4) tops[warp][s * 8 + 2 * t + k] = peak;
+        }
+      }
     }
-    middles = shared_address(shared.middle[0] + t), lows = shared_address(shared.low[0] + t);
+    __syncthreads();
+    if (warp < apart)
+      for (int c = lane; c < PC; c += 32) {
+        float top = tops[warp][c];
+#pragma unroll
+        for (int w = warp + apart; w < WARPS; w += apart) top = fmaxf(top, tops[w][c]);
+        // A multiple of two, so that roots are rounded alike whichever rows are sampled. Without a query: so far down that
+        // attention is zero.
+        shared.low[c] = has_query(c) ? -2.f * rintf(.5f * top) : -1e30f;
+      }
+    middles = shared_address(shared.middle[0] + t), lows = shared_address(shared.low + 2 * t);
     __syncthreads();
   }
 
-  // words, scales: the lane's row of the stage, and of the decoded scales. Adds the row's attention to `total` if it is
-  // there; leaves its roots.
-  __device__ __forceinline__ void score(u32 words, u32 scales, bool is_there, float (&total)[SETS][2],
-                                        u32 (&result)[SETS]) const {
+  // Adds the row's attention to `total` if it is there; leaves its roots.
+  __device__ __forceinline__ void score(const Words& x, bool is_there, float (&total)[SETS][2], u32 (&result)[SETS]) const {
     const float there = is_there ? 1.f : 0.f;
 #pragma unroll
     for (int group = 0; group < G; ++group) {
@@ -181,6 +251,7 @@ struct Weights {
 #pragma unroll
       for (int j = 0; j < ROW; j += 4) {
         float acc[2][NB][4];
+        u32 mark = x.marks[group * HG][j / 4];
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb) {
           read_shared(acc[0][nb], middles + (group * NB + nb) * 64);
@@ -190,17 +261,16 @@ struct Weights {
 #pragma unroll
         for (int hg = 0; hg < HG; ++hg) {
           const int h = group * HG + hg;
-          u32 word[4][I];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) read_shared(word[k], words + (h * ROW + j + k) * TOKEN);
+          if (hg && turn == hg) mark = x.marks[h][j / 4];
 #pragma unroll
           for (int i = 0; i < I; ++i) {
-            add_products(acc[0], word[0][i], word[1][i], weight[h], i);
-            add_products(acc[1], word[2][i], word[3][i], weight[h], i);
+            add_products(acc[0], x.word[h][j][i], x.word[h][j + 1][i], weight[h], i);
+            add_products(acc[1], x.word[h][j + 2][i], x.word[h][j + 3][i], weight[h], i);
           }
         }
         float scale[4];
-        read_shared(scale, scales + ((group * HG + turn) * ROW + j) * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scale[i] = decode_scale(mark, i);
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb) {
           float low[2];
@@ -209,8 +279,8 @@ struct Weights {
           for (int k = 0; k < 2; ++k)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const float x = exp2_fast(__fmaf_rn(acc[i / 2][nb][k + i % 2 * 2], scale[i], low[k]));
-              sum[nb][k] = j + i ? sum[nb][k] + x : x;
+              const float y = exp2_fast(__fmaf_rn(acc[i / 2][nb][k + i % 2 * 2], scale[i], low[k]));
+              sum[nb][k] = j + i ? sum[nb][k] + y : y;
             }
         }
       }
@@ -239,39 +309,45 @@ __device__ __forceinline__ void write_words(u32* to, const u32 (&x)[SETS]) {
   }
 }
 
-// Scores the tiles first, first + step, ... below `end` of a sequence. before(): what has to be done when the first tile is
-// on its way; done(tile, row, result): what becomes of the roots. Adds the rows' attention to `total`.
+// Scores the tiles first, first + step, ... below `end` of a sequence. turn: the warp among the `step` of its heads.
+// before(sample): what has to be done when the first tile is on its way; done(tile, row, result): what becomes of the roots.
+// Adds the rows' attention to `total`.
 template <class Before, class Done>
 __device__ __forceinline__ void score_tiles(const Ring& ring, const Sketches& from, const int* table, int n_rows, int first,
-                                            int end, int step, Weights& weights, float (&total)[SETS][2], int lane,
+                                            int end, int turn, int step, Weights& weights, float (&total)[SETS][2], int lane,
                                             Before before, Done done) {
   const int g = lane >> 2, t = lane & 3;
+  Sample sample;
   int ids[STAGES];
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) ids[s] = read_id(table, first + s * step, n_rows, lane);
   int next = read_id(table, first + STAGES * step, n_rows, lane);
+  sample.read(from, table, n_rows, turn, step, lane);
   // Requests are taken one after the other: those of the first tile only, before there is something else to do.
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
     ring.request(first + s * step < end, s, ids[s], from, lane);
     commit_copies();
-    if (s == 0) before();
+    if (s == 0) before(sample);
   }
-  const u32 words = ring.own + g * STRIDE + t * (4 * I), scales = ring.own + STAGES * STAGE + g * (4 * MARKS);
+  const u32 code = ring.own + g * STRIDE + t * (4 * I), mark = ring.own + 8 * STRIDE + g * MARKS;
   int s = 0;
 #pragma unroll 1
   for (int tile = first; tile < end; tile += step) {
     wait_copies<STAGES - 1>();
     __syncwarp();
-    ring.decode_scales(s, lane);
     const int row = tile * 8 + g;
+    Words words;
     u32 result[SETS];
-    weights.score(words + s * STAGE, scales, row < n_rows, total, result);
+    words.read(code + s * STAGE, mark + s * STAGE);
+    if (!HELD_WHOLE) weights.score(words, row < n_rows, total, result);
+    // From registers: the stage is free before there is anything to compute.
     __syncwarp();
     ring.request(tile + STAGES * step < end, s, next, from, lane);
     commit_copies();
     next = read_id(table, tile + (STAGES + 1) * step, n_rows, lane);
     s = s + 1 == STAGES ? 0 : s + 1;
+    if (HELD_WHOLE) weights.score(words, row < n_rows, total, result);
     done(tile, row, result);
   }
   wait_copies<0>();

@@ -163,9 +163,16 @@ def test_more_rows_than_a_program_holds() -> None:
         ("wait_copies<STAGES - 1>();", "wait_copies<STAGES>();"),
         ("    __syncthreads();\n    if (tid < PC)", "    if (tid < PC)"),
         ("          wait_for_previous();  // sketches", "          // sketches"),
+        ("    __syncthreads();\n    if (warp < apart)", "    if (warp < apart)"),
         ("  clear_bins(s_bins);\n  wait_for_previous();", "  clear_bins(s_bins);"),
     ],
-    ids=["copies are not waited for", "a barrier is missing", "weights are not waited for", "roots are not waited for"],
+    ids=[
+        "copies are not waited for",
+        "a barrier is missing",
+        "weights are not waited for",
+        "samples are not waited for",
+        "roots are not waited for",
+    ],
 )
 def test_what_is_broken_is_found(old: str, new: str, altered: Any) -> None:
     source = "scan/select.cu" if "clear_bins" in old else "scan/scan.cu"

@@ -12,14 +12,15 @@ from hisparse.cache.layer import CHUNK_BUDGET
 from hisparse.config import HiSparseConfig
 from hisparse.integrations.vllm.anchors import AnchorShare
 from hisparse.integrations.vllm.hot import HotRows, record_rows
-from hisparse.integrations.vllm.layout import BlockLayout, Counts
+from hisparse.integrations.vllm.layout import BlockLayout
+from hisparse.integrations.vllm.packing import Packing
 from hisparse.integrations.vllm.step import Place, Step
 from hisparse.ops._dispatch import backend_for
 from hisparse.ops.attend import Packed, attend, attend_recalled, select_for_chunk
 from hisparse.ops.decode import Pages, decode_attention, reserve
 from hisparse.ops.fetch import HostRows, store_rows
 from hisparse.ops.fetch.pinned import pinned_rows
-from hisparse.ops.pack import pack_pages
+from hisparse.ops.pack import pack_tokens
 from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.select import select_rows
 from hisparse.ops.sketch import build_sketch, score_sketch
@@ -112,61 +113,52 @@ class LayerMemory:
         kept: bool [m, W], as many in each block as the layout keeps. first: they begin their sequences. q [n, Hq, D]:
         queries, from which statistics are estimated where there are none yet.
         """
-        layout = self.layout
-        counts = layout.first if first else layout.other
-        if self.stats is None:
-            self.stats = estimate_stats(k.flatten(0, 1), v.flatten(0, 1), self.order, q)
-        if first:
-            self.dense[blocks, : layout.head, 0] = k[:, : layout.head]
-            self.dense[blocks, : layout.head, 1] = v[:, : layout.head]
-            k, v, kept = k[:, layout.head :], v[:, layout.head :], kept[:, layout.head :]
-        index = kept.to(torch.uint8).sort(dim=1, stable=True).indices  # set aside first, each part in order
-        split = k.shape[1] - counts.pages * layout.page.tokens
-        if counts.pages:
-            at = layout.head_pages if first else 0
-            ids = blocks[:, None] * layout.pages_per_block + at + torch.arange(counts.pages, device=blocks.device)
-            pages = self._packed(k, v, index[:, split:], counts.pages, layout.page.tokens, True)
-            self.pages[ids.flatten()] = pages
-            if self._packed_pages % CHECK_EVERY < len(pages):
-                self._check(pages[:1], _take(k[:1], index[:1, split : split + layout.page.tokens])[0])
-            self._packed_pages += len(pages)
-        if layout.has_rows:
-            self._pack_rows(k, v, blocks, index[:, :split], counts)
+        packing = Packing.of(self.layout, blocks, kept, first)
+        self.pack_tokens(k.flatten(0, 1), v.flatten(0, 1), packing, q)
 
-    def _check(self, page: Tensor, keys: Tensor) -> None:
-        """Note the relative error of a page's keys; keys [P, H, D] as they were."""
-        stored = unpack_pages(page, self.stats, self.layout.page, torch.float32)[0][0]
-        self.error = (stored - keys).norm() / keys.float().norm().clamp_min(1e-12)
-
-    def _pack_rows(self, k: Tensor, v: Tensor, blocks: Tensor, index: Tensor, counts: Counts) -> None:
-        layout = self.layout
-        assert self.stats is not None
-        ids = (blocks[:, None] + 1) * layout.rows_per_block - 1 - torch.arange(counts.rows, device=blocks.device)
-        ids = ids.flatten()
-        keys = _take(k, index).view(-1, layout.row.tokens, layout.heads, layout.head_dim)
-        codes, scales = build_sketch(keys, self.stats, layout.sketch_bits)
-        self.codes[ids], self.scales[ids] = codes.flatten(1), scales.flatten(1)
-        pages = self._packed(k, v, index, counts.rows, layout.row.tokens, False)
-        at = self.row_ids(ids)
-        if self.source is None:
-            self.row_pages[at] = pages
-        else:
-            store_rows(self.source, at.int(), pages)
-            if self.hot is not None:
-                self.hot.forget(ids.int())
-
-    def _packed(self, k: Tensor, v: Tensor, index: Tensor, number: int, tokens: int, kept: bool) -> Tensor:
-        """Pages of tokens `index`. What one request overflowed must not stop the others: such values are counted."""
+    def pack_tokens(self, k: Tensor, v: Tensor, packing: Packing, q: Tensor | None = None, check: bool = True) -> None:
+        """As `pack`, of k, v [m * W, H, D] and what all layers share. What one request overflowed must not stop the
+        others: such values are counted. check: compare a page now and then."""
         layout, vtq = self.layout, self.config.vtq
-        shape = (-1, tokens, layout.heads, layout.head_dim)
-        fmt = layout.page if kept else layout.row
-        k, v = (_take(x, index).view(shape) for x in (k, v))
-        if not k.is_cuda:  # a kernel counts by itself
-            bad = int(sum((~x.isfinite()).flatten(1).any(1).sum() for x in (k, v)))
-            if bad:
-                self.faults += bad
-                k, v = k.nan_to_num(0.0, 0.0, 0.0), v.nan_to_num(0.0, 0.0, 0.0)
-        return pack_pages(k, v, self.stats, fmt, vtq.split, vtq.peak_separation_threshold, self.faults)
+        if self.stats is None:
+            self.stats = estimate_stats(k, v, self.order, q)
+        if packing.first:
+            shape = (len(packing.blocks), layout.tokens)
+            for i, x in enumerate((k, v)):
+                self.dense[packing.blocks, : layout.head, i] = x.view(*shape, *x.shape[1:])[:, : layout.head]
+        rule = (vtq.split, vtq.peak_separation_threshold, self.faults)
+        if len(packing.pages):
+            pack_tokens(k, v, packing.page_tokens, self.stats, layout.page, *rule, self.pages, packing.pages)
+            if check and self.counts(len(packing.pages)):
+                self.check(packing, k)
+        if not len(packing.rows):
+            return
+        rows = packing.rows
+        codes, scales = build_sketch(k[packing.row_tokens], self.stats, layout.sketch_bits)
+        self.codes[rows], self.scales[rows] = codes.flatten(1), scales.flatten(1)
+        if self.source is None:
+            pack_tokens(k, v, packing.row_tokens, self.stats, layout.row, *rule, self.row_pages, packing.lines)
+            return
+        # Gathered on the device: the bus wants long stretches.
+        pages = torch.empty(len(rows), layout.row.page_bytes, dtype=torch.uint8, device=k.device)
+        here = torch.arange(len(rows), device=k.device)
+        pack_tokens(k, v, packing.row_tokens, self.stats, layout.row, *rule, pages, here)
+        store_rows(self.source, packing.lines.int(), pages)
+        if self.hot is not None:
+            self.hot.forget(rows.int())
+
+    def counts(self, pages: int) -> bool:
+        """Count packed pages; True where one of them should be looked at."""
+        before, self._packed_pages = self._packed_pages, self._packed_pages + pages
+        return before % CHECK_EVERY < pages
+
+    def check(self, packing: Packing, k: Tensor) -> None:
+        """Note the relative error of the keys of the packing's first page; k [m * W, H, D] as they were."""
+        if not len(packing.pages):
+            return
+        keys = k[packing.page_tokens[0]]
+        stored = unpack_pages(self.pages[packing.pages[:1]], self.stats, self.layout.page, torch.float32)[0][0]
+        self.error.copy_((stored - keys).norm() / keys.float().norm().clamp_min(1e-12))
 
     def row_ids(self, records: Tensor) -> Tensor:
         """Where the packed values of row records lie: the records themselves, or rows of the host pool."""
@@ -418,8 +410,3 @@ def host_pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, 
 
     pinned = pinned_rows(rows, row_bytes)
     return get_accelerator_view_from_cpu_tensor(pinned), pinned
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Tokens `index` [m, n] of x [m, W, H, D]: [m, n, H, D]."""
-    return x[torch.arange(len(x), device=x.device)[:, None], index]

@@ -17,7 +17,9 @@ from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, HotSize, 
 from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.options import Options, refuse
-from hisparse.integrations.vllm.step import Place, Step, make_step, ring_place, row_budget
+from hisparse.integrations.vllm.packing import Full, Packer, Packing, Places
+from hisparse.integrations.vllm.ranks import all_heads, rank
+from hisparse.integrations.vllm.step import Step, make_step, ring_place, row_budget
 from hisparse.ops._dispatch import backend_for
 from hisparse.tlif import Scorer
 from hisparse.vtq.stats import ChannelStats, channel_order
@@ -55,16 +57,8 @@ class Metadata:
     singles: Tensor | None = None  # int64 [n], tokens of the batch; None where all are
     tokens: int = 0
     chunks: list[Chunk] = field(default_factory=list)
-    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> which tokens of its completed blocks are kept
-
-
-@dataclass(frozen=True)
-class Full:
-    """Blocks that a step of single tokens fills: packed before the next step writes anything."""
-
-    blocks: Tensor
-    place: Place
-    first: bool
+    places: dict[int, Places] = field(default_factory=dict)  # of a row's chunk
+    packings: dict[int, list[Packing]] = field(default_factory=dict)  # of the blocks that a row's chunk completes
 
 
 class Runtime:
@@ -94,6 +88,7 @@ class Runtime:
         self._anchors_seen: tuple[float, ...] = (0.0, 0.0)
         self._waiting: Metadata | None = None
         self._room: Step | None = None
+        self._packer: Packer | None = None
         self.packed_tokens = 0
         self._offered: dict[str, Any] = {}
         self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
@@ -205,7 +200,7 @@ class Runtime:
         if not self.layout.host_block_bytes:
             return
         one = self.layout.host_block_bytes * len(self.layers)
-        _, ranks = _rank()
+        _, ranks = rank()
         free = free_memory() if free is None else free
         if free is not None and blocks * one * ranks > free:
             fit = int(0.9 * free / (one * ranks))
@@ -291,15 +286,16 @@ class Runtime:
         assert metadata.pages is not None
         assert metadata.ring is not None
         assert metadata.step is not None
-        tokens = self.layout.tokens
-        for row in rows:
-            block = ends[row] // tokens - 1
-            if ends[row] % tokens or block < 0:
+        tokens, device = self.layout.tokens, metadata.pages.device
+        for first in (True, False):
+            full = [row for row in rows if ends[row] and ends[row] % tokens == 0 and (ends[row] == tokens) is first]
+            if not full:
                 continue
-            position = torch.arange(block * tokens, ends[row], device=metadata.pages.device)[None]
-            part = slice(row, row + 1)
-            place = ring_place(self.layout, metadata.ring[part], metadata.step.lead[part], position)
-            self.full.append(Full(metadata.pages[part, block].long(), place, block == 0))
+            row = torch.tensor(full, device=device)
+            block = torch.tensor([ends[i] // tokens - 1 for i in full], device=device)
+            position = block[:, None] * tokens + torch.arange(tokens, device=device)
+            place = ring_place(self.layout, metadata.ring[row], metadata.step.lead[row], position)
+            self.full.append(Full(metadata.pages[row, block].long(), place, first))
 
     # -- packing ---------------------------------------------------------------------------------------------------
 
@@ -316,9 +312,9 @@ class Runtime:
             stats = self.companions[1]
             own = None
             if stats is not None:
-                rank, ranks = _rank()
+                own_rank, ranks = rank()
                 total = int(self.vllm_config.model_config.get_total_num_kv_heads())
-                own = of_rank(stats[self.model_layers[index]], rank, self.layout.heads, total, ranks)
+                own = of_rank(stats[self.model_layers[index]], own_rank, self.layout.heads, total, ranks)
             elif blocks.is_cuda:
                 own = self._without_calibration()
             order = channel_order(self.vllm_config.model_config.hf_text_config, self.layout.head_dim)
@@ -347,7 +343,7 @@ class Runtime:
     def decide(self, values: Tensor, first: bool) -> Tensor:
         """Which tokens of full blocks are kept, bool [m, W], from layer 0's values [m, W, H, D] on this rank."""
         counts = self.layout.first if first else self.layout.other
-        rows = _all_heads(values, int(self.vllm_config.model_config.get_total_num_kv_heads())).flatten(2)
+        rows = all_heads(values, int(self.vllm_config.model_config.get_total_num_kv_heads())).flatten(2)
         head = self.layout.head if first else 0
         if self.config.evict == "none":
             return torch.arange(rows.shape[1], device=rows.device).ge(head).expand(len(rows), -1)
@@ -402,16 +398,27 @@ class Runtime:
     def pack_full(self) -> None:
         """Pack what the last step's single tokens filled."""
         full, self.full = self.full, []
+        layers = [memory for memory in self.layers if memory is not None]
+        if not full or len(layers) < len(self.layers):
+            return  # or a step without a forward pass: nothing was written
+        if self._packer is None or any(x is not y for x, y in zip(self._packer.layers, layers, strict=True)):
+            self._packer = Packer(layers, self.decide, self._captures())
         for item in full:
-            kept: Tensor | None = None
-            for memory in self.layers:
-                if memory is None:
-                    return  # a step without a forward pass: nothing was written
-                k, v = memory.read(item.place)
-                if kept is None:
-                    kept = self.decide(v, item.first)
-                memory.pack(k, v, item.blocks, kept, item.first)
-            self.packed_tokens += self.layout.tokens
+            self._packer.pack(item)
+            self.packed_tokens += len(item) * self.layout.tokens
+
+    def _captures(self) -> bool:
+        """True where packing waits for nothing, so that a CUDA graph can hold it."""
+        vtq = self.config.vtq
+        kernels = all(fmt.groups in (1, 2, 4) for fmt in (self.layout.page, self.layout.row))
+        return (
+            self.static
+            and vtq.enable_per_block_quant
+            and vtq.split != "peaks"
+            and kernels
+            and rank()[1] == 1  # the ranks gather values from each other in between
+            and backend_for("pack", self.claims.entries.device) != "reference"
+        )
 
     def commit(
         self, index: int, memory: LayerMemory, metadata: Metadata, chunk: Chunk, qkv: tuple[Tensor, ...]
@@ -424,36 +431,42 @@ class Runtime:
         assert metadata.ring is not None
         assert metadata.step is not None
         q, k, v = qkv
-        tokens, device = self.layout.tokens, k.device
-        part = slice(chunk.row, chunk.row + 1)
-        ring, lead = metadata.ring[part], metadata.step.lead[part]
-        begin, end = chunk.past // tokens, (chunk.past + chunk.length) // tokens
+        places = metadata.places.get(chunk.row)
+        if places is None:
+            part, after = slice(chunk.row, chunk.row + 1), chunk.past + chunk.length
+            places = Places.of(self.layout, metadata.ring[part], metadata.step.lead[part], chunk.past, after)
+            metadata.places[chunk.row] = places
+        begin, end = chunk.past // self.layout.tokens, (chunk.past + chunk.length) // self.layout.tokens
         if end > begin:
-            old = torch.arange(begin * tokens, chunk.past, device=device)[None]
-            past_k, past_v = memory.read(ring_place(self.layout, ring, lead, old))
-            whole = (end - begin) * tokens
-            full_k, full_v = (
-                torch.cat([before[0], now])[:whole].view(end - begin, tokens, *now.shape[1:])
-                for before, now in ((past_k, k), (past_v, v))
-            )
-            blocks = metadata.pages[chunk.row, begin:end].long()
-            firsts = 1 if begin == 0 else 0
+            full_k, full_v = k, v
+            if places.old is not None:
+                past_k, past_v = memory.read(places.old)
+                full_k, full_v = torch.cat([past_k, k]), torch.cat([past_v, v])
             if index == 0:
-                self.packed_tokens += whole
-                kept = [
-                    self.decide(full_v[some], first)
-                    for some, first in ((slice(0, firsts), True), (slice(firsts, None), False))
-                    if len(full_v[some])
-                ]
-                metadata.kept[chunk.row] = torch.cat(kept)
-            chosen = metadata.kept[chunk.row]
-            for some, first in ((slice(0, firsts), True), (slice(firsts, None), False)):
-                if len(blocks[some]):
-                    memory.pack(full_k[some], full_v[some], blocks[some], chosen[some], first, q)
-        number = min(chunk.length, self.layout.ring_slots)
-        after = chunk.past + chunk.length
-        position = torch.arange(after - number, after, device=device)[None]
-        memory.write(ring_place(self.layout, ring, lead, position)[0], k[-number:], v[-number:])
+                self.packed_tokens += (end - begin) * self.layout.tokens
+                metadata.packings[chunk.row] = self._packings(metadata, chunk, full_v)
+            start = 0
+            for packing in metadata.packings[chunk.row]:
+                stop = start + len(packing.blocks) * self.layout.tokens
+                memory.pack_tokens(full_k[start:stop], full_v[start:stop], packing, q)
+                start = stop
+        number = len(places.new.block)
+        memory.write(places.new, k[-number:], v[-number:])
+
+    def _packings(self, metadata: Metadata, chunk: Chunk, values: Tensor) -> list[Packing]:
+        """How the blocks that a chunk completes are packed; values [N, H, D] of layer 0 from the first of them on."""
+        assert metadata.pages is not None
+        tokens = self.layout.tokens
+        begin, end = chunk.past // tokens, (chunk.past + chunk.length) // tokens
+        blocks = metadata.pages[chunk.row, begin:end].long()
+        whole = values[: (end - begin) * tokens].view(end - begin, tokens, *values.shape[1:])
+        firsts = 1 if begin == 0 else 0
+        parts = ((slice(0, firsts), True), (slice(firsts, None), False))
+        return [
+            Packing.of(self.layout, blocks[some], self.decide(whole[some], first), first)
+            for some, first in parts
+            if len(blocks[some])
+        ]
 
 
 def free_memory() -> int | None:
@@ -473,20 +486,3 @@ def _kv_memory(vllm_config: Any) -> int:
         return int(cache.kv_cache_memory_bytes)
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return int(total * cache.gpu_memory_utilization)
-
-
-def _rank() -> tuple[int, int]:
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-    return int(get_tensor_model_parallel_rank()), int(get_tensor_model_parallel_world_size())
-
-
-def _all_heads(values: Tensor, total: int) -> Tensor:
-    """Values [m, W, H, D] of this rank's heads with those of all other ranks: [m, W, total, D]."""
-    _, ranks = _rank()
-    if ranks == 1:
-        return values
-    from vllm.distributed import tensor_model_parallel_all_gather
-
-    every: Tensor = tensor_model_parallel_all_gather(values.contiguous(), dim=2)
-    return every[:, :, :: max(1, every.shape[2] // total)]

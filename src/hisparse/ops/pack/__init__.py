@@ -74,10 +74,10 @@ def pack_tokens(
 ) -> None:
     """Pack tokens that lie anywhere to pages that lie anywhere, without waiting for the device.
 
-    k, v: [N, H, D]; tokens: int64 [n, P], which of them are a page's; out: uint8 [lines, page_bytes], lines any distance
-    apart; places: int64 [n], each line at most once. faults: int32 [1], counts blocks that hold inf, NaN or what is
-    beyond the range of the format; their pages mean nothing. The rest as :func:`pack_pages`, which gives the same
-    bytes. Raises FormatError for shapes that do not fit `fmt`.
+    k, v: [N, H, D]; tokens: int64 [n, P], which of them are a page's; out: uint8 [lines, page_bytes], lines any
+    distance apart; places: int64 [n], each line at most once. faults: int32 [1], counts blocks that hold inf, NaN
+    or what is beyond the range of the format; their pages mean nothing. The rest as :func:`pack_pages`, which gives the
+    same bytes. Raises FormatError for shapes that do not fit `fmt`.
     """
     shape = (fmt.heads, fmt.head_dim)
     if k.dim() != 3 or tuple(k.shape[1:]) != shape or k.shape != v.shape or k.dtype != v.dtype:
@@ -87,8 +87,8 @@ def pack_tokens(
         )
     if tokens.dim() != 2 or tokens.shape[1] != fmt.tokens or tuple(places.shape) != (len(tokens),):
         raise FormatError(
-            f"pack_tokens: lists of {list(tokens.shape)} tokens and {list(places.shape)} places; give [n, {fmt.tokens}] "
-            "and [n]"
+            f"pack_tokens: lists of {list(tokens.shape)} tokens and {list(places.shape)} places; give "
+            f"[n, {fmt.tokens}] and [n]"
         )
     if out.dtype != torch.uint8 or out.dim() != 2 or out.shape[1] != fmt.page_bytes:
         raise FormatError(f"pack_tokens: out is {out.dtype} {list(out.shape)}; give uint8 [lines, {fmt.page_bytes}]")

@@ -18,6 +18,7 @@ from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.packing import Full, Packer, Packing
 from hisparse.integrations.vllm.step import Place
+from hisparse.integrations.vllm.warm import warm_packing, warm_prefill
 from hisparse.tlif.scorer import NoveltyScorer
 from hisparse.vtq.stats import ChannelStats
 
@@ -35,9 +36,9 @@ def pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, Tenso
 class Engine:
     """Layers whose blocks hold random dense tokens."""
 
-    def __init__(self, kind: str, graphs: bool, seed: int = 0) -> None:
+    def __init__(self, kind: str, graphs: bool, seed: int = 0, mode: str = "full") -> None:
         make = torch.Generator().manual_seed(seed)
-        config = HiSparseConfig(tlif={"prefix_length": 20}, **ROWS[kind])  # type: ignore[arg-type]
+        config = HiSparseConfig(tlif={"prefix_length": 20}, prefill={"mode": mode}, **ROWS[kind])  # type: ignore[arg-type]
         self.layout = layout = choose_layout(config, HEADS, DIM, torch.bfloat16, 1 << 20, TOKENS)
         self.layers = []
         slots = max(layout.ring_tokens, layout.head)
@@ -144,3 +145,23 @@ def test_every_token_of_a_block_goes_to_one_place(number: int, first: bool, seed
         assert torch.equal(records // per, blocks[tokens[:, 0] // TOKENS])
         assert (tokens.diff(dim=1) > 0).all()  # in order
     assert len(packing.lines.unique()) == len(packing.lines)
+
+
+@pytest.mark.parametrize("mode", ["full", "recall"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_warming_up_changes_nothing_that_counts(kind: str, mode: str) -> None:
+    engine = Engine(kind, CUDA, mode=mode)
+    full = engine.full(5, False, 1)
+    engine.packer.pack(full)
+    before = engine.content()
+    warm_packing(engine.packer)
+    warm_prefill(engine.layers[0], 2 * HEADS)
+    memory = engine.layers[0]
+    assert (int(memory.recalled), int(memory.steps)) == (0, 0)
+    bytes_of = engine.layout.block_bytes
+    for a, b in zip(engine.content(), before, strict=True):
+        if a.shape[-1] == bytes_of:  # block 0 is nobody's
+            a, b = a[1:], b[1:]
+        elif a.dim() == 2:
+            a, b = a[engine.layout.host_rows :], b[engine.layout.host_rows :]
+        assert torch.equal(a, b)

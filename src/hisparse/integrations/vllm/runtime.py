@@ -20,6 +20,7 @@ from hisparse.integrations.vllm.options import Options, refuse
 from hisparse.integrations.vllm.packing import Full, Packer, Packing, Places
 from hisparse.integrations.vllm.ranks import all_heads, rank
 from hisparse.integrations.vllm.step import Step, make_step, ring_place, row_budget
+from hisparse.integrations.vllm.warm import warm_packing, warm_prefill
 from hisparse.ops._dispatch import backend_for
 from hisparse.tlif import Scorer
 from hisparse.vtq.stats import ChannelStats, channel_order
@@ -399,13 +400,21 @@ class Runtime:
         """Pack what the last step's single tokens filled."""
         full, self.full = self.full, []
         layers = [memory for memory in self.layers if memory is not None]
-        if not full or len(layers) < len(self.layers):
-            return  # or a step without a forward pass: nothing was written
+        if not layers or len(layers) < len(self.layers):
+            return  # a step without a forward pass: nothing was written
         if self._packer is None or any(x is not y for x, y in zip(self._packer.layers, layers, strict=True)):
             self._packer = Packer(layers, self.decide, self._captures())
+            if self._packer.graphs:
+                self._warm_up(self._packer)
         for item in full:
             self._packer.pack(item)
             self.packed_tokens += len(item) * self.layout.tokens
+
+    def _warm_up(self, packer: Packer) -> None:
+        """Done when all layers are known: while vLLM captures graphs, before the server says that it is ready."""
+        heads = self.vllm_config.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
+        warm_packing(packer)
+        warm_prefill(packer.layers[0], int(heads))
 
     def _captures(self) -> bool:
         """True where packing waits for nothing, so that a CUDA graph can hold it."""

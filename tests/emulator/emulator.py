@@ -49,7 +49,6 @@ INSTRUCTIONS = [  # PTX, its model
     (r"ld\.shared::cluster\.u32", "ld_cluster"),
     (r"st\.shared::cluster\.u32", "st_cluster_u32"),
     (r"st\.shared::cluster\.u64", "st_cluster_u64"),
-    (r"red\.relaxed\.cluster\.shared::cluster\.or\.b32", "red_or_cluster"),
     (r"ld\.relaxed\.gpu\.global\.s32", "ld_global"),
     (r"ld\.global(\.nc)?(\.L1::no_allocate)?(\.v[24])?\.[us]32", "ld_global"),
     (r"ld\.(relaxed|acquire)\.gpu\.global\.(v4\.)?u(32|64)", "hear"),

@@ -256,7 +256,6 @@ static void mapa(u32& y, u32 x, T rank) { y = x % emu::WINDOW + (u32)rank * emu:
 template <class T>
 static void ld_cluster(T& x, u32 at) { x = read_at<T>(at, "ld.shared::cluster"); }
 static void st_cluster_u32(u32 at, u32 x) { write_at(at, x, "st.shared::cluster"); }
-static void red_or_cluster(u32 at, u32 x) { write_at(at, read_at<u32>(at, "red.shared::cluster") | x, "red.shared::cluster"); }
 static void st_cluster_u64(u32 at, u64 x) { write_at(at, x, "st.shared::cluster"); }
 
 template <class T, class P>

@@ -45,7 +45,7 @@ def fits(entries: int, slots: int) -> bool:
 def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, early: bool = False) -> Tensor:
     """See :func:`hisparse.ops.fetch.fetch_rows`.
 
-    With `early` the kernel reads the books while the scan whose choice it fetches may still run. They are older: the
+    With `early` the kernel reads the clock while the scan whose choice it fetches may still run. That is older: the
     scan's first kernel lets the next one start only after it has itself waited for what was launched before it.
     """
     batch, budget = rows.shape

@@ -22,7 +22,7 @@ constexpr int ENTRIES = THREADS * EACH_ENTRY, SLOTS = THREADS * EACH_SLOT;  // o
 constexpr int PIECE = ((VECTORS + PIECES - 1) / PIECES + 7) / 8 * 8;         // vectors, but for the last piece of a row
 constexpr int GROUP = (PIECE + 7 + 31) / 32;                                // vectors of a piece that a lane has
 constexpr int CLAIM = -2147483647 - 1;
-static_assert(ENTRIES < 65536 && SLOTS < 65536, "two counts share a word");
+static_assert(SLOTS < 65536, "two counts share a word");
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -46,10 +46,6 @@ __device__ __forceinline__ int read_in(const void* p, int program) {
 __device__ __forceinline__ void write_in(const void* p, int program, u32 x) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in(p, program)), "r"(x) : "memory");
 }
-__device__ __forceinline__ void set_bits_in(const void* p, int program, u32 bits) {
-  asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(address_in(p, program)), "r"(bits) : "memory");
-}
-
 struct Missing {
   int row[ENTRIES], slot[ENTRIES];  // of a program's missing entries; slot -1 until there is one
 };
@@ -119,12 +115,11 @@ struct Mover {
 };
 
 // Grid (CLUSTER, B), or (CLUSTER, 1) where they share the buffer. rows, table int32 [B, width]; sharing int64 [2]: see cuda.py; the
-// rest as in types.py. early: the books may be read before the kernel ahead has ended, see cuda.py.
+// rest as in types.py. early: clock and first may be read before the kernel ahead has ended, see cuda.py.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* owner, int* stamp, const int* first,
            int* clock, i64* counters, i64* sharing, const i64* addresses, uint4* buffer, int batch, int width, int early) {
   extern __shared__ __align__(16) char memory[];
-  __shared__ u32 s_used[SLOTS / 32];  // slots used in this step
   __shared__ u32 s_own[AGES];         // slots of each age
   __shared__ u32 s_ages[CLUSTER][AGES];
   __shared__ u32 s_counts[2][CLUSTER];
@@ -134,20 +129,11 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
   const u32 below = (1u << lane) - 1;
   start_next();  // its rows wait for the end of this kernel
   if (!early) wait_for_previous();
-  for (int i = thread; i < SLOTS / 32; i += THREADS) s_used[i] = 0;
   for (int i = thread; i < AGES; i += THREADS) s_own[i] = 0;
   arrive_in_cluster();
   const int now = read(clock + b) + 1;
   const int begin = read(first + b), end = read(first + b + 1);
   const int own_slot = begin + program * SLOTS + warp * 32 * EACH_SLOT + lane;
-  u32 ages[(EACH_SLOT + 3) / 4] = {};  // a byte each; 0: used in this step, or no slot
-#pragma unroll
-  for (int j = 0; j < EACH_SLOT; j++) {
-    const int s = own_slot + 32 * j;
-    const int held = s < end ? read(owner + s) : 0, used = s < end ? read(stamp + s) : now;
-    ages[j / 4] |= (u32)(held < 0 ? AGES - 1 : min(now - used, AGES - 1)) << 8 * (j % 4);
-  }
-
   if (early) wait_for_previous();
   const i64 at = (i64)b * width;
   const int entries = MERGE ? batch * width : width, own_entry = program * ENTRIES + warp * 32 * EACH_ENTRY + lane;
@@ -165,24 +151,22 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
 #pragma unroll
   for (int j = 0; j < EACH_ENTRY; j++) slot[j] = row[j] >= 0 ? read(slot_of + row[j]) : 0;
   wait_for_cluster();
-  u32 counts = 0;  // missing entries, and 65536 times slots found
+  u32 counts = 0;  // missing entries
+  int used[EACH_ENTRY];
 #pragma unroll
   for (int j = 0; j < EACH_ENTRY; j++) {
     const int entry = own_entry + 32 * j;
-    const bool held = row[j] >= 0 && slot[j] >= 0;
-    bool found = held;
-    if (held) {
+    used[j] = now;
+    if (row[j] >= 0 && slot[j] >= 0) {
       if (MERGE)
-        found = atomicExch(stamp + slot[j], now) != now;
+        used[j] = atomicExch(stamp + slot[j], now);
       else
         stamp[slot[j]] = now;
-      const int i = slot[j] - begin;
-      if (i >= 0 && slot[j] < end) set_bits_in(s_used + i % SLOTS / 32, i / SLOTS, 1u << i % 32);
     } else if (MERGE && slot[j] < 0) {
       atomicMin(slot_of + row[j], CLAIM + entry);
     }
     if (entry < entries && slot[j] >= 0) table[at + entry] = slot[j];
-    counts += __popc(__ballot_sync(ALL, slot[j] < 0)) + (__popc(__ballot_sync(ALL, found)) << 16);
+    counts += __popc(__ballot_sync(ALL, slot[j] < 0));
   }
   // Entries of which one program has `own`, before this warp's: those that stand for a missing row list it.
   const auto list = [&](u32 place) {
@@ -200,14 +184,20 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
   };
   u32 total;
   u32 before = sum_before(counts, s_sums[0], total);
-  if (thread < CLUSTER) write_in(s_counts[0] + program, thread, MERGE ? total : total & 0xffff);
-  if (!MERGE) list(before & 0xffff);
+  if (thread < CLUSTER) write_in(s_counts[0] + program, thread, total);
+  if (!MERGE) list(before);
   sync_cluster();
-  u32 lacking = 0, found = 0;
+  u32 lacking = 0;
 #pragma unroll
-  for (int p = 0; p < CLUSTER; p++) {
-    lacking += s_counts[0][p] & 0xffff;
-    found += s_counts[0][p] >> 16;
+  for (int p = 0; p < CLUSTER; p++) lacking += s_counts[0][p];
+  if (MERGE) {  // slots found, and entries: of those that found the same slot, the first counts
+    u32 found = 0;
+#pragma unroll
+    for (int j = 0; j < EACH_ENTRY; j++) found += __popc(__ballot_sync(ALL, used[j] != now));
+    if (lane == 0 && found > 0) {
+      atomicAdd((u64*)counters, (u64)found);
+      atomicAdd((u64*)sharing + 1, 0 - (u64)found);
+    }
   }
   const u32* absent = s_counts[0];  // of each program
   if (MERGE && lacking > 0) {
@@ -239,11 +229,12 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
     }
     if (lane == 0) {
       clock[b] = now;
-      counters[2 * b] += MERGE ? (int)found : wanted - (int)lacking;
       counters[2 * b + 1] += lacking;
       if (MERGE) {
         sharing[0] += queries - 1;
-        sharing[1] += wanted - (int)found - (int)lacking;
+        atomicAdd((u64*)sharing + 1, (u64)(wanted - (int)lacking));
+      } else {
+        counters[2 * b] += wanted - (int)lacking;
       }
     }
   }
@@ -262,11 +253,16 @@ fetch_rows(const int* rows, const int* number, int* table, int* slot_of, int* ow
       if (d < pieces) mover.request(on_way[d], d);
   }
 
+  u32 ages[(EACH_SLOT + 3) / 4] = {};  // a byte each; 0: used in this step, or no slot
+#pragma unroll
+  for (int j = 0; j < EACH_SLOT; j++) {
+    const int s = own_slot + 32 * j;
+    const int held = s < end ? read(owner + s) : 0, last = s < end ? read_fresh(stamp + s) : now;
+    ages[j / 4] |= (u32)(held < 0 ? AGES - 1 : min(now - last, AGES - 1)) << 8 * (j % 4);
+  }
   u32 low = 0, high = 0;  // slots whose age is the lane's number, or 32 more
 #pragma unroll
   for (int j = 0; j < EACH_SLOT; j++) {
-    const u32 used = s_used[warp * EACH_SLOT + j];
-    if (used >> lane & 1) ages[j / 4] &= ~(255u << 8 * (j % 4));
     const u32 age = ages[j / 4] >> 8 * (j % 4);
     u32 same = ALL;
 #pragma unroll

@@ -87,8 +87,8 @@ struct Piece {
   }
 };
 
-// What a warp brings: the l-th piece is the cluster's unit (l WARPS + warp) CLUSTER + program. Lane l % 32 knows where the l-th is and
-// comes to, of 32 at a time.
+// What a warp brings: the l-th piece is the cluster's unit (l WARPS + warp) CLUSTER + program. Lane l % 32 knows where the l-th
+// is and comes to, of 32 at a time.
 struct Mover {
   int program, units;
   Place place;

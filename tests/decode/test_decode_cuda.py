@@ -183,7 +183,7 @@ def test_an_early_start_changes_nothing(monkeypatch):  # type: ignore[no-untyped
 
     early = replayed()
     assert decode.reserve(queries[:1], steps.dense_k) is not None
-    monkeypatch.setattr(decode, "reserve", lambda q, dense_k: None)
+    monkeypatch.setattr(decode, "reserve", lambda *_: None)
     late = replayed()
     assert torch.equal(early, early[:1].expand_as(early))
     assert float(((early - late).norm(dim=-1) / late.norm(dim=-1)).max()) < 8e-3

@@ -42,7 +42,7 @@ class Tuning:
     groups: int = 1
 
 
-def _stage(fmt: PageFormat, tiles: int, sizes: list[int]) -> int:
+def _stage(fmt: PageFormat, tiles: int, sizes: tuple[int, ...]) -> int:
     """Bytes of a stage that holds `tiles` tiles of pages of any of `sizes` tokens."""
     return max(16 * tiles // tokens * replace(fmt, tokens=tokens).page_bytes for tokens in sizes)
 
@@ -63,7 +63,8 @@ def _sums(fmt: PageFormat, tiles: int) -> int:
     return fmt.heads * tiles * 8 * (fmt.head_dim + 6) * 4
 
 
-def _shared(fmt: PageFormat, queries: int, tiles: int, stages: int, sizes: list[int]) -> int:
+@cache
+def _shared(fmt: PageFormat, queries: int, tiles: int, stages: int, sizes: tuple[int, ...]) -> int:
     """Bytes of dynamic shared memory."""
     return max(stages * _stage(fmt, tiles, sizes), _sums(fmt, tiles)) + _scratch(fmt, queries)
 
@@ -73,7 +74,7 @@ def _block_format(fmt: PageFormat, groups: int) -> PageFormat:
     return replace(fmt, heads=fmt.heads // groups)
 
 
-def _tiles(fmt: PageFormat, sizes: list[int]) -> int:
+def _tiles(fmt: PageFormat, sizes: tuple[int, ...]) -> int:
     """Tiles of a stage: as many warps as have registers, or more, so that it holds whole pages."""
     tiles = max(1, min(_warps(fmt) // fmt.heads, 8))
     while any(16 * tiles % tokens for tokens in sizes):
@@ -81,7 +82,8 @@ def _tiles(fmt: PageFormat, sizes: list[int]) -> int:
     return tiles
 
 
-def _groups(fmt: PageFormat, sizes: list[int]) -> int:
+@cache
+def _groups(fmt: PageFormat, sizes: tuple[int, ...]) -> int:
     """Groups of heads: as few as leave a block no more warps than have registers, about; 0 where none do."""
     for groups in range(1, fmt.heads + 1):
         # A group's steps and zeros are copied in multiples of 16 bytes.
@@ -93,7 +95,8 @@ def _groups(fmt: PageFormat, sizes: list[int]) -> int:
     return 0
 
 
-def default_tuning(fmt: PageFormat, sizes: list[int], queries: int = 8) -> Tuning:
+@cache
+def default_tuning(fmt: PageFormat, sizes: tuple[int, ...], queries: int = 8) -> Tuning:
     """As many warps as have registers, and stages that fill shared memory."""
     groups = max(1, _groups(fmt, sizes))
     own = _block_format(fmt, groups)
@@ -153,7 +156,7 @@ def supports(
         and first.heads <= 16
         and all(f.tokens in (4, 8, 16, 32, 64) and f.tokens <= most for f in formats)
         and dense_k.shape[2] <= MOST_SLOTS
-        and _groups(first, [4, *(f.tokens for f in formats)]) > 0
+        and _groups(first, (4, *(f.tokens for f in formats))) > 0
     )
 
 
@@ -258,7 +261,7 @@ def decode_attention(
     parts = [None if pages is None else replace(pages, table=pages.table.contiguous()) for pages in parts]
     used = (q, dense_k, dense_v, *(pages.table for pages in parts if pages is not None))
     copied = any(x is not y and x.data_ptr() != y.data_ptr() for x, y in zip(given, used, strict=True))
-    sizes = [4 if pages is None else pages.fmt.tokens for pages in parts]  # what is absent needs a size, too
+    sizes = tuple(4 if pages is None else pages.fmt.tokens for pages in parts)  # what is absent needs a size, too
     tune = tuning or default_tuning(fmt, sizes, q_heads // heads)
     own = _block_format(fmt, tune.groups)
     index = q.device.index or 0

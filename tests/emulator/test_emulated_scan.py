@@ -91,6 +91,14 @@ def test_the_same_result_in_any_order(tuning: Any) -> None:
     assert chosen_sets(chosen) == chosen_sets(plain.select_top(results[0][0], case[3], case[4], 70, None))
 
 
+def test_any_number_of_stages_gives_the_same() -> None:
+    """More than a warp has tiles, fewer, and as many (0)."""
+    case = make_case(4, 128, 8, 2, 4, [600, 3, 201], 600)
+    one, *others = (twin.scan_rows(*case, 0.05, 2, replace(WHOLE, stages=stages)) for stages in (1, 4, 0))
+    for other in others:
+        assert torch.equal(one, other)
+
+
 def test_roots_that_do_not_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(4, 128, 8, 2, 4, [600, 3, 201], 600)
     near = twin.scan_rows(*case, 0.05, 2, WHOLE), *twin.scan_and_select(*case, 0.05, 2, 70, None, WHOLE)

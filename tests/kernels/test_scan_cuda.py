@@ -197,6 +197,28 @@ def test_plans_cover_all_heads(heads: int, queries: int, shape: tuple[int, int])
     assert registers <= 48  # of weights
 
 
+@given(
+    heads=st.sampled_from([1, 2, 4, 8]),
+    queries=st.integers(1, 16),
+    row_size=st.sampled_from([4, 8, 16]),
+    batch=st.integers(1, 8),
+    width=st.integers(1, 400000),
+)
+def test_stages_are_chosen_so_that_no_root_leaves_shared_memory(
+    heads: int, queries: int, row_size: int, batch: int, width: int
+) -> None:
+    plan = plan_heads(heads, 128, 2, queries, row_size, 4)
+    assert plan is not None
+    programs = min(128, batch * -(-width // 8))
+    for stages in (0, 3):
+        tune = twin.choose_stages(plan, Tuning(16, stages, weights=4), row_size, batch, width, programs)
+        assert tune.stages == 3 if stages else 1 <= tune.stages <= twin.FEW_STAGES
+        if not stages and tune.stages > 1:
+            room = twin.plan_step(plan, tune, row_size, batch, width, programs)
+            assert room is not None
+            assert room.near == room.tiles
+
+
 @pytest.mark.parametrize(
     ("dim", "bits", "queries", "row_size"), [(64, 1, 4, 4), (96, 2, 4, 4), (128, 2, 17, 4), (128, 2, 4, 6)]
 )

@@ -25,6 +25,7 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
         {},
         {"stages": 1},
         {"warps": 16},
+        {"warps": 16, "stages": 1, "weights": 4},
         {"warps": 16, "weights": 4},
         {"warps": 16, "weights": 4, "stages": 3},
         {"warps": 20, "weights": 4},

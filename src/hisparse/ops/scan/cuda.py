@@ -33,6 +33,8 @@ ALL_SHARED = 227 << 10
 """Bytes of shared memory that a program can have."""
 MOST = 32
 """Sequences of a batch that one kernel can scan and choose from."""
+FEW_STAGES = 4
+"""Tiles of a warp that are requested at once where it has no more."""
 FEW = 1024
 """Candidates of a sequence that are compared with each other, as in choice.cuh."""
 QTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -42,9 +44,10 @@ QTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class Tuning:
     """How the work is cut.
 
-    warps: warps of a program, one program a multiprocessor; stages: tiles of 8 rows that each warp has on their way;
-    overlap: kernels start while the one ahead ends; once: sketches are the first to leave the L2 cache. whole: scan and
-    choice in one kernel. weights: registers of weights that a warp may have, in multiples of six.
+    warps: warps of a program, one program a multiprocessor; stages: tiles of 8 rows that each warp has on their way
+    beside the one in its registers; 0: all that it has of a step where these are few, else one. overlap: kernels start
+    while the one ahead ends; once: sketches are the first to leave the L2 cache. whole: scan and choice in one kernel.
+    weights: registers of weights that a warp may have, in multiples of six.
     """
 
     warps: int = 12
@@ -56,8 +59,9 @@ class Tuning:
 
 
 def preferred(queries: int) -> Tuning:
-    """For `queries` query heads a KV head, what was fastest where it was measured (8: 16 warps; 4: 12)."""
-    return Tuning(warps=16, weights=4) if queries > 4 else Tuning()
+    """For `queries` query heads a KV head, what was fastest where it was measured, at 1M tokens (8: 16 warps and one
+    stage; 4: 12 warps and two)."""
+    return Tuning(warps=16, stages=0, weights=4) if queries > 4 else Tuning()
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,20 @@ def plan_step(plan: Plan, tune: Tuning, row_size: int, batch: int, width: int, p
     return Room(warps, tiles, room, room * tile + behind) if room >= 0 else None
 
 
+def choose_stages(plan: Plan, tune: Tuning, row_size: int, batch: int, width: int, programs: int) -> Tuning:
+    """`tune` with a number of stages: up to ``FEW_STAGES`` where a warp then has nothing left to request when the
+    weights arrive and all roots stay in shared memory, else one."""
+    if tune.stages:
+        return tune
+    tiles = -(-batch * -(-width // 8) // programs)
+    each = -(-tiles * plan.blocks // tune.warps)
+    for stages in range(each, 1, -1) if each <= FEW_STAGES else ():
+        room = plan_step(plan, replace(tune, stages=stages), row_size, batch, width, programs)
+        if room is not None and room.near == room.tiles:
+            return replace(tune, stages=stages)
+    return replace(tune, stages=1)
+
+
 def state_words(plan: Plan, batch: int, programs: int) -> int:
     """Words by which the programs of the kernel that does all tell each other what they found, as step.cu has them."""
     return (programs + batch) * (plan.columns_of_all + 2) + batch * (2 * FEW + BINS + 2) + 1
@@ -220,7 +238,7 @@ class _Scan:
         bits: int,
         tune: Tuning,
     ) -> None:
-        self.plan, self.tune, self.stats, self.scaling = plan, tune, stats, scaling
+        self.plan, self.stats, self.scaling = plan, stats, scaling
         self.q = q if q.stride(2) == 1 else q.contiguous()
         self.codes, self.scales, self.table, self.count = codes, scales, table.contiguous(), count.contiguous()
         self.strides = [codes.stride(0), scales.stride(0)]
@@ -231,7 +249,8 @@ class _Scan:
         processors, weighing = multiprocessors(q.device.index or 0), self.batch * stats.heads
         self.free = processors - weighing if tune.overlap and weighing <= processors // 8 else processors
         programs = min(self.free, self.batch * -(-self.width // 8))
-        self.room = plan_step(plan, tune, row_size, self.batch, self.width, programs)
+        self.tune = choose_stages(plan, tune, row_size, self.batch, self.width, programs)
+        self.room = plan_step(plan, self.tune, row_size, self.batch, self.width, programs)
         self.row_size = row_size
 
     def _empty(self, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -138,10 +138,9 @@ struct Words {
 
 // ---- what a tile is worth ----------------------------------------------------------------------------------------
 
-// Rows that attention is summed relative to the best of: each warp of a program has eight, all programs the same. Their
-// first four tokens are looked at.
+// Tokens that attention is summed relative to the best of: the first ones of eight rows a warp, all programs the same.
 struct Sample {
-  u32 word[HB][4][I], marks[HB];
+  u32 word[HB][I], marks[HB];
 
   // turn, turns: the warp among those of its heads. Lane 4 g + t has row g, as of a tile.
   __device__ __forceinline__ void read(const Sketches& from, const int* table, int n_rows, int turn, int turns, int lane) {
@@ -151,9 +150,7 @@ struct Sample {
 #pragma unroll
     for (int h = 0; h < HB; ++h) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int i = 0; i < I; ++i) word[h][j][i] = *(const u32*)(code + (h * ROW + j) * TOKEN + 4 * i);
+      for (int i = 0; i < I; ++i) word[h][i] = *(const u32*)(code + h * (ROW * TOKEN) + 4 * i);
       marks[h] = *(const u32*)(mark + h * ROW);
     }
   }
@@ -197,31 +194,25 @@ struct Weights {
     turn = NB > 1 ? 0 : min(2 * t / QP, HG - 1);
 #pragma unroll
     for (int group = 0; group < G; ++group) {
-      float all[NB][4] = {}, acc[2][NB][4] = {};
+      float acc[NB][4] = {};
       u32 mark = sample.marks[group * HG];
 #pragma unroll
       for (int hg = 0; hg < HG; ++hg) {
         const int h = group * HG + hg;
         if (hg && turn == hg) mark = sample.marks[h];
+        // In the place of a second token codes of ones: midpoints take away half of what these add, from the rounded weights,
+        // so that codes and midpoints cancel as they should.
 #pragma unroll
-        for (int i = 0; i < I; ++i) {
-          add_products(all, ~0u, ~0u, weight[h], i);
-          add_products(acc[0], sample.word[h][0][i], sample.word[h][1][i], weight[h], i);
-          add_products(acc[1], sample.word[h][2][i], sample.word[h][3][i], weight[h], i);
-        }
+        for (int i = 0; i < I; ++i) add_products(acc, sample.word[h][i], ~0u, weight[h], i);
       }
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb) {
         const int s = group * NB + nb;
-        // Midpoints take away half of what codes of ones add, from the rounded weights: the two then cancel as they should.
-        if (warp < apart && lane < 4)
-          shared.middle[s][t] = make_float4(-.5f * all[nb][0], -.5f * all[nb][1], -.5f * all[nb][2], -.5f * all[nb][3]);
+        const float middle[2] = {-.5f * acc[nb][2], -.5f * acc[nb][3]};
+        if (warp < apart && lane < 4) shared.middle[s][t] = make_float4(middle[0], middle[1], middle[0], middle[1]);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          float peak = -1e30f;
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            peak = fmaxf(peak, __fmaf_rn(-.5f, all[nb][k], acc[j / 2][nb][k + j % 2 * 2]) * decode_scale(mark, j));
+          float peak = (acc[nb][k] + middle[k]) * decode_scale(mark, 0);
 #pragma unroll
           for (int step = 4; step < 32; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
           if (lane < 4) tops[warp][s * 8 + 2 * t + k] = peak;
@@ -310,8 +301,8 @@ __device__ __forceinline__ void write_words(u32* to, const u32 (&x)[SETS]) {
 }
 
 // Scores the tiles first, first + step, ... below `end` of a sequence. turn: the warp among the `step` of its heads.
-// before(sample): what has to be done when the first tile is on its way; done(tile, row, result): what becomes of the roots.
-// Adds the rows' attention to `total`.
+// before(sample): what has to be done when the first tiles are on their way; done(tile, row, result): what becomes of the
+// roots. Adds the rows' attention to `total`.
 template <class Before, class Done>
 __device__ __forceinline__ void score_tiles(const Ring& ring, const Sketches& from, const int* table, int n_rows, int first,
                                             int end, int turn, int step, Weights& weights, float (&total)[SETS][2], int lane,
@@ -323,13 +314,12 @@ __device__ __forceinline__ void score_tiles(const Ring& ring, const Sketches& fr
   for (int s = 0; s < STAGES; ++s) ids[s] = read_id(table, first + s * step, n_rows, lane);
   int next = read_id(table, first + STAGES * step, n_rows, lane);
   sample.read(from, table, n_rows, turn, step, lane);
-  // Requests are taken one after the other: those of the first tile only, before there is something else to do.
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
     ring.request(first + s * step < end, s, ids[s], from, lane);
     commit_copies();
-    if (s == 0) before(sample);
   }
+  before(sample);
   const u32 code = ring.own + g * STRIDE + t * (4 * I), mark = ring.own + 8 * STRIDE + g * MARKS;
   int s = 0;
 #pragma unroll 1

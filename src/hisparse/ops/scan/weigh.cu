@@ -11,6 +11,7 @@ constexpr int SPLITS_BY_SIZE = 32768 / (NQ * C * 4) > 0 ? 32768 / (NQ * C * 4) :
 constexpr int SPLITS = SPLITS_BY_SIZE < 1024 / CP ? SPLITS_BY_SIZE : 1024 / CP;
 constexpr int STEPS = (HEAD_DIM + SPLITS - 1) / SPLITS;
 constexpr int AHEAD = STEPS < 16 ? STEPS : 16;  // of the basis, requested together
+static_assert(C <= HEAD_DIM, "the weights of a query take the place of its coordinates");
 constexpr int OWN = (HEAD_DIM * NQ + 1023) / 1024;  // coordinates of the queries that a thread reads
 
 __device__ __forceinline__ float read_query(const void* q, i64 at) {
@@ -31,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 weigh_queries(const void* q, const float* basis, const int* count, u32* frag, int* tiles, int* clear, int n_clear,
               float factor, int stride_b, int stride_h, int max_rows, const int* limits, int budget) {
   __shared__ float s_part[SPLITS][NQ][C];
-  __shared__ float s_weight[NQ][C];
   __shared__ float4 s_q[HEAD_DIM][NQ / 4];
+  float(*s_weight)[C] = (float(*)[C])s_q;  // afterwards: the sums of the parts
   const int tid = threadIdx.x, lane = tid & 31, h = blockIdx.x, b = blockIdx.y;
   const int turn = NB > 1 ? 0 : h % HB % HG * QP;  // the head's first column
 

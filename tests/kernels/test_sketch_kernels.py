@@ -93,3 +93,23 @@ def test_rows_of_most_worth(heads: int, queries: int, rows: int, row_size: int, 
     assert set(chosen) == set(np.argsort(-worth)[: min(count, rows)].tolist())
     if count:
         assert np.allclose(select.row_worth(scores, row_size).cpu().numpy(), worth, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "row_size", "heads", "dim", "bits"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_and_rows_lie_anywhere(rows, row_size, heads, dim, bits, dtype) -> None:
+    stats = make_stats(heads, dim).to(DEVICE)
+    make = torch.Generator().manual_seed(rows)
+    both = (torch.randn(97, 2, heads, dim, generator=make) * 2 + 3).to(dtype).to(DEVICE)
+    keys = both[:, 0]  # as a ring has them
+    tokens = torch.randint(97, (rows, row_size), generator=make).to(DEVICE)
+    places = torch.randperm(80, generator=make)[:rows].to(DEVICE)
+    size = heads * row_size * dim * bits // 8
+    lines = torch.full((80, size + heads * row_size + 64), 201, dtype=torch.uint8, device=DEVICE)
+    lines = lines[:, : lines.shape[1] // 2 * 2] if lines.shape[1] % 2 else lines
+    codes, scales = lines[:, :size], lines[:, size : size + heads * row_size]
+    want, width = torch.full_like(lines, 201), size + heads * row_size
+    other = twin.build_sketch(keys[tokens], stats, bits)
+    want[places, :size], want[places, size:width] = other[0].flatten(1), other[1].flatten(1)
+    twin.sketch_tokens(keys, tokens, stats, bits, codes, scales, places)
+    assert torch.equal(lines, want)

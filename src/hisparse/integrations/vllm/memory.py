@@ -23,7 +23,7 @@ from hisparse.ops.fetch.pinned import pinned_rows
 from hisparse.ops.pack import pack_tokens
 from hisparse.ops.scan import Chosen, scan_and_select
 from hisparse.ops.select import select_rows
-from hisparse.ops.sketch import build_sketch, score_sketch
+from hisparse.ops.sketch import score_sketch, sketch_tokens
 from hisparse.ops.unpack import unpack_pages
 from hisparse.vtq.stats import ChannelStats, estimate_stats
 
@@ -134,8 +134,7 @@ class LayerMemory:
         if not len(packing.rows):
             return
         rows = packing.rows
-        codes, scales = build_sketch(k[packing.row_tokens], self.stats, layout.sketch_bits)
-        self.codes[rows], self.scales[rows] = codes.flatten(1), scales.flatten(1)
+        sketch_tokens(k, packing.row_tokens, self.stats, layout.sketch_bits, self.codes, self.scales, rows)
         if self.source is None:
             pack_tokens(k, v, packing.row_tokens, self.stats, layout.row, *rule, self.row_pages, packing.lines)
             return

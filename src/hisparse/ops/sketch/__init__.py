@@ -50,6 +50,28 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     return select_backend("sketch", keys.device).build_sketch(keys, stats, bits)  # type: ignore[no-any-return]
 
 
+def sketch_tokens(
+    keys: Tensor, tokens: Tensor, stats: ChannelStats, bits: int, codes: Tensor, scales: Tensor, places: Tensor
+) -> None:
+    """Sketch keys that lie anywhere to rows that lie anywhere.
+
+    keys: [N, H, D]; tokens: int64 [n, R], which of them are a row's; codes: uint8 [lines, H * R * D * bits / 8],
+    scales: uint8 [lines, H * R], lines any distance apart; places: int64 [n], each line at most once. Bytes as those of
+    :func:`build_sketch`. Raises FormatError as :func:`coordinates`, and for shapes that do not fit.
+    """
+    heads, dim = stats.heads, stats.head_dim
+    each = tokens.shape[-1] * heads
+    wanted = ((heads, dim), (each * (sketch_bytes(dim, bits) - 1),), (each,), (len(tokens),))
+    found = (keys.shape[1:], codes.shape[1:], scales.shape[1:], places.shape)
+    if tokens.dim() != 2 or wanted != tuple(map(tuple, found)):
+        raise FormatError(
+            f"sketch_tokens: keys, codes, scales and places end in {[list(shape) for shape in found]} for tokens "
+            f"{list(tokens.shape)}; give {[list(shape) for shape in wanted]}"
+        )
+    if len(tokens):
+        select_backend("sketch", keys.device).sketch_tokens(keys, tokens, stats, bits, codes, scales, places)
+
+
 def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float) -> Tensor:
     """Estimated attention scores of sketched tokens.
 

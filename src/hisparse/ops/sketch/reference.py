@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
@@ -29,6 +31,21 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     codes = torch.stack([even, odd], dim=-1).view(heads, n, rows, 2 * pairs)
     scales = exponent.to(torch.uint8).view(heads, n, rows)
     return codes.transpose(0, 1).contiguous(), scales.transpose(0, 1).contiguous()
+
+
+def sketch_tokens(
+    keys: Tensor,
+    tokens: Tensor,
+    stats: ChannelStats,
+    bits: int,
+    codes: Tensor,
+    scales: Tensor,
+    places: Tensor,
+    build: Callable[[Tensor, ChannelStats, int], tuple[Tensor, Tensor]] = build_sketch,
+) -> None:
+    """See :func:`hisparse.ops.sketch.sketch_tokens`. build: the twin that sketches what has been gathered."""
+    found = build(keys[tokens], stats, bits)
+    codes[places], scales[places] = (x.flatten(1) for x in found)
 
 
 def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float) -> Tensor:

@@ -2,7 +2,8 @@
 
 Building: one program takes one head of a block of tokens through the basis, six products whose columns are the
 coordinates of one bit field each, so that the codes come out where their bytes want them. Three products of tf32
-parts each keep float32's accuracy on the matrix units. Scoring: the operands of :mod:`hisparse.ops.scan.kernels`,
+parts each keep float32's accuracy on the matrix units. Bfloat16 keys have a kernel of their own,
+:mod:`hisparse.ops.sketch.kernels`. Scoring: the operands of :mod:`hisparse.ops.scan.kernels`,
 scores written out.
 """
 
@@ -26,7 +27,7 @@ from hisparse.ops.scan.kernels import (
     read_words,
 )
 from hisparse.ops.scan.triton import Plan, weights
-from hisparse.ops.sketch import coordinates
+from hisparse.ops.sketch import coordinates, kernels, reference
 from hisparse.vtq.stats import ChannelStats
 
 TOKENS = 64
@@ -122,6 +123,9 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
     scales = torch.empty(n, heads, rows, dtype=torch.uint8, device=keys.device)
     if not codes.numel():
         return codes, scales
+    if kernels.serves(keys, stats):
+        kernels.sketch(keys, stats, bits, codes.view(n, -1), scales.view(n, -1), rows)
+        return codes, scales
     tokens = n * rows
     _build[(-(-tokens // TOKENS), heads)](
         keys, stats.k_mean, stats.sketch_basis.contiguous(), codes.view(torch.int16), scales, tokens,
@@ -130,6 +134,18 @@ def build_sketch(keys: Tensor, stats: ChannelStats, bits: int) -> tuple[Tensor, 
         "ieee" if INTERPRET else "tf32x3",
     )  # fmt: skip
     return codes, scales
+
+
+def sketch_tokens(
+    keys: Tensor, tokens: Tensor, stats: ChannelStats, bits: int, codes: Tensor, scales: Tensor, places: Tensor
+) -> None:
+    """See :func:`hisparse.ops.sketch.sketch_tokens`."""
+    even = codes.stride(0) % 2 == 0 and codes.data_ptr() % 2 == 0 and codes.stride(1) == scales.stride(1) == 1
+    if even and kernels.serves(keys, stats):
+        tokens, places = tokens.contiguous(), places.contiguous()
+        kernels.sketch(keys, stats, bits, codes, scales, tokens.shape[1], tokens, places)
+    else:
+        reference.sketch_tokens(keys, tokens, stats, bits, codes, scales, places, build_sketch)
 
 
 def score_sketch(queries: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float) -> Tensor:

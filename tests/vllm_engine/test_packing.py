@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from hisparse.config import HiSparseConfig
 from hisparse.integrations.vllm import memory as memory_module
+from hisparse.integrations.vllm import packing as packing_module
 from hisparse.integrations.vllm.companions import choose_kept
 from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize
 from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
-from hisparse.integrations.vllm.packing import Full, Packer, Packing
+from hisparse.integrations.vllm.packing import Decide, Full, Packer, Packing, pack_layers
 from hisparse.integrations.vllm.step import Place
 from hisparse.integrations.vllm.warm import warm_packing, warm_prefill
 from hisparse.tlif.scorer import NoveltyScorer
@@ -165,3 +166,54 @@ def test_warming_up_changes_nothing_that_counts(kind: str, mode: str) -> None:
         elif a.dim() == 2:
             a, b = a[engine.layout.host_rows :], b[engine.layout.host_rows :]
         assert torch.equal(a, b)
+
+
+class Recorded:
+    """In the place of a graph: packs what it is given, as the graph would."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def __init__(self, layers: list[LayerMemory], full: Full, decide: Decide, pool: object) -> None:
+        self.layers, self.decide, self.full = layers, decide, full
+
+    def replay(self, full: Full) -> None:
+        self.full = full
+        self.sizes.append(len(full))
+        self.packing = pack_layers(self.layers, full, self.decide, check=False)
+
+
+class Failing:
+    def __init__(self, *args: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("graph_pool_handle", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+
+
+@pytest.mark.usefixtures("no_device")
+def test_as_few_graphs_as_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "_Graph", Recorded)
+    graphs, alone = Engine("host", True), Engine("host", False)
+    for seed, number in enumerate((15, 15, 21)):
+        Recorded.sizes.clear()
+        graphs.packer.pack(graphs.full(number, False, seed))
+        one_by_one(alone, alone.full(number, False, seed))
+        assert Recorded.sizes == {0: [], 1: [8, 4, 2, 1], 2: [8, 8, 4, 1]}[seed]
+        assert all(torch.equal(a, b) for a, b in zip(graphs.content(), alone.content(), strict=True))
+
+
+@pytest.mark.usefixtures("no_device")
+def test_what_cannot_be_captured_is_packed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packing_module, "_Graph", Failing)
+    graphs, alone = Engine("device", True), Engine("device", False)
+    with caplog.at_level("WARNING", "vllm.hisparse"):
+        graphs.packer.pack(graphs.full(11, False, 0))
+    one_by_one(alone, alone.full(11, False, 0))
+    assert not graphs.packer.graphs
+    assert all(torch.equal(a, b) for a, b in zip(graphs.content(), alone.content(), strict=True))

@@ -7,6 +7,7 @@ device needs: so they are captured, once for every number of blocks that are pac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hisparse.errors import HiSparseError
 from hisparse.integrations.vllm.layout import BlockLayout
 from hisparse.integrations.vllm.step import Place, ring_place
 
 if TYPE_CHECKING:
     from hisparse.integrations.vllm.memory import LayerMemory
+
+logger = logging.getLogger("vllm.hisparse")
 
 TOGETHER = (8, 4, 2, 1)
 """Numbers of blocks that a graph packs, greatest first."""
@@ -152,11 +156,11 @@ class Packer:
 
     def pack(self, full: Full) -> None:
         """Pack all of `full`. On a GPU as few graphs as add up to it; the first time, eagerly."""
-        if not self.graphs:
-            pack_layers(self.layers, full, self.decide)
-            return
         done = 0
         while done < len(full):
+            if not self.graphs:
+                pack_layers(self.layers, full.part(done, len(full) - done), self.decide)
+                return
             number = next(n for n in TOGETHER if n <= len(full) - done)
             part = full.part(done, number)
             known = self._captured.get((number, full.first))
@@ -172,7 +176,17 @@ class Packer:
     def _capture(self, full: Full) -> None:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        self._captured[len(full), full.first] = _Graph(self.layers, full, self.decide, self._pool)
+        stream = torch.cuda.current_stream()
+        try:
+            self._captured[len(full), full.first] = _Graph(self.layers, full, self.decide, self._pool)
+        except (RuntimeError, HiSparseError) as error:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+            self.graphs = False
+            logger.warning(
+                "HiSparse: packing cannot be captured as a CUDA graph (%s): a step after a request has filled a block "
+                "will wait for some hundred launches",
+                error,
+            )
 
     def _check(self, graph: _Graph) -> None:
         """One layer after the other looks at one of its pages, now and then."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.options import Options, refuse
 from hisparse.integrations.vllm.packing import Full, Packer, Packing, Places
 from hisparse.integrations.vllm.ranks import all_heads, rank
+from hisparse.integrations.vllm.sizes import free_memory, kv_memory
 from hisparse.integrations.vllm.step import Step, make_step, ring_place, row_budget
 from hisparse.integrations.vllm.warm import warm_packing, warm_prefill
 from hisparse.ops._dispatch import backend_for
@@ -76,7 +76,7 @@ class Runtime:
         kinds = list(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or [])
         self.number_of_layers = kinds.count("full_attention") or self.all_layers
         self.model_layers: list[int] = []  # which of the model's layers those are that HiSparse holds
-        self.kv_memory = _kv_memory(vllm_config) if self.static else 0
+        self.kv_memory = kv_memory(vllm_config) if self.static else 0
         self.layout, self.hot_size = self._sizes(heads, head_dim, dtype)
         self.budget = row_budget(self.layout, self.config.selection, self.context)  # rows that a query recalls at most
         self.width = -(-self.context // self.layout.tokens)
@@ -329,6 +329,8 @@ class Runtime:
                 self.layout, self.config, blocks, own, order, scaling, self.budget, self.static, hot, anchors, lead
             )
             self.layers[index] = memory
+            if index == len(self.layers) - 1:
+                self._warm_up()
         return memory
 
     def _without_calibration(self) -> ChannelStats:
@@ -399,19 +401,27 @@ class Runtime:
     def pack_full(self) -> None:
         """Pack what the last step's single tokens filled."""
         full, self.full = self.full, []
-        layers = [memory for memory in self.layers if memory is not None]
-        if not layers or len(layers) < len(self.layers):
-            return  # a step without a forward pass: nothing was written
-        if self._packer is None or any(x is not y for x, y in zip(self._packer.layers, layers, strict=True)):
-            self._packer = Packer(layers, self.decide, self._captures())
-            if self._packer.graphs:
-                self._warm_up(self._packer)
+        packer = self._all_layers() if full else None
+        if packer is None:
+            return  # or a step without a forward pass: nothing was written
         for item in full:
-            self._packer.pack(item)
+            packer.pack(item)
             self.packed_tokens += len(item) * self.layout.tokens
 
-    def _warm_up(self, packer: Packer) -> None:
-        """Done when all layers are known: while vLLM captures graphs, before the server says that it is ready."""
+    def _all_layers(self) -> Packer | None:
+        """What packs in all layers, once all of them have their memory."""
+        layers = [memory for memory in self.layers if memory is not None]
+        if len(layers) < len(self.layers):
+            return None
+        if self._packer is None or any(x is not y for x, y in zip(self._packer.layers, layers, strict=True)):
+            self._packer = Packer(layers, self.decide, self._captures())
+        return self._packer
+
+    def _warm_up(self) -> None:
+        """While vLLM tries a first step, before the server says that it is ready."""
+        packer = self._all_layers()
+        if packer is None or not packer.graphs or torch.cuda.is_current_stream_capturing():
+            return
         heads = self.vllm_config.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
         warm_packing(packer)
         warm_prefill(packer.layers[0], int(heads))
@@ -476,22 +486,3 @@ class Runtime:
             for some, first in parts
             if len(blocks[some])
         ]
-
-
-def free_memory() -> int | None:
-    """Bytes of host memory that can be had without swapping; None where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
-
-
-def _kv_memory(vllm_config: Any) -> int:
-    """Bytes for blocks and hot buffers on this rank: what the user says, else all that vLLM may use."""
-    cache = vllm_config.cache_config
-    if cache.kv_cache_memory_bytes:
-        return int(cache.kv_cache_memory_bytes)
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return int(total * cache.gpu_memory_utilization)

@@ -19,8 +19,6 @@ from hisparse.ops.scan.kernels import INTERPRET, bound
 
 TILE = 4096
 """Most entries or slots that a program looks at at once."""
-FORGOTTEN = 256
-"""Rows that a program forgets."""
 
 
 @triton.jit
@@ -175,19 +173,5 @@ def store_rows(source: HostRows, rows: Tensor, pages: Tensor) -> None:
     _move(source, rows.contiguous()[None], None, None, pages.contiguous(), True)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
-def _forget(p_rows, p_slot_of, p_owner, n_rows, TILE: tl.constexpr):
-    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    wanted = i < n_rows
-    row = tl.load(p_rows + i, mask=wanted, other=0)
-    slot = tl.load(p_slot_of + row, mask=wanted, other=-1)
-    tl.store(p_owner + slot, -1, mask=slot >= 0)
-    tl.store(p_slot_of + row, -1, mask=wanted)
-
-
-def forget_rows(hot: HotBuffer, rows: Tensor) -> None:
-    """See :func:`hisparse.ops.fetch.forget_rows`."""
-    _forget[(-(-len(rows) // FORGOTTEN),)](rows.contiguous(), hot.slot_of, hot.owner, len(rows), FORGOTTEN)
-
-
+forget_rows = reference.forget_rows
 held_rows = reference.held_rows

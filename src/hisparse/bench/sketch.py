@@ -148,7 +148,7 @@ def run(
             variants = {str(t): round(ms, 5) for t, ms in zip(tunings, times, strict=True)}
             yield row("sketch-scan", times[best], what=what, **({"variants": variants} if tune else {}))
             for budget in budgets:
-                if budget <= case.rows:
+                if budget < case.rows:  # else all rows are taken and none is scored
                     ms = graph_ms(case.choices(module, budget, tunings[best]))
                     yield row("sketch-scan+select", ms, what=f"{what}, {budget} rows")
             if row_size == row_sizes[0] and width == bits[0]:

@@ -1,0 +1,162 @@
+"""One layer of HiSparse's vLLM backend in a CUDA graph: microseconds a decode step, and each kernel's part of it.
+
+    python benchmarks/vllm_layer.py --context 1048576 --batch 1 --layers 2 --out FILE
+
+The layer is what the engine runs between its projections, with blocks of random tokens and queries that drift
+(`--drift`: the share that is new in each step). Layers take turns, so that one finds little of its own in the L2 cache.
+Needs a CUDA device, not vLLM. How exact the layer is, tests/vllm_engine says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.bench.results import commit_name, device_name
+from hisparse.bench.shapes import SHAPES
+from hisparse.config import HiSparseConfig
+from hisparse.integrations.vllm import memory as backend
+from hisparse.integrations.vllm.filling import Filling
+from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, hot_size
+from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
+from hisparse.integrations.vllm.step import Step, make_step, row_budget
+from hisparse.ops.fetch.pinned import pinned_rows
+from hisparse.vtq.stats import ChannelStats
+
+LONGEST = 1 << 20  # tokens: the layout and the budget are those of --max-model-len at this length
+TOKENS = 256  # of a block
+KV_MEMORY = 80_000_000_000  # bytes, of all layers: the size of the hot buffer follows from it
+STEPS, WARM = 24, 8
+
+
+def pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pinned memory: device and host have the same addresses."""
+    made = pinned_rows(rows, row_bytes)
+    return made, made
+
+
+def tables(layout: BlockLayout, config: HiSparseConfig, context: int, batch: int, most: int, budget: int) -> Step:
+    """Of `batch` requests whose blocks lie in any order."""
+    device = torch.device("cuda")
+    blocks, width = context // TOKENS, LONGEST // TOKENS
+    pages = torch.zeros(batch, width + 1, dtype=torch.int32, device=device)
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).to(device)
+    pages[:, :blocks] = (1 + torch.arange(batch * blocks, device=device)).view(batch, blocks)[:, order].int()
+    ring = torch.zeros(batch, width + 20, dtype=torch.int32, device=device)
+    own = 1 + batch * blocks + torch.arange(batch * layout.ring_blocks, device=device)
+    ring[:, blocks : blocks + layout.ring_blocks] = own.view(batch, -1).int()
+    past = torch.full((batch,), context + 40, device=device)
+    new = torch.ones(batch, dtype=torch.int64, device=device)
+    return make_step(layout, config.selection, pages, ring, past, new, width).limited(most, budget)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend.host_pool = pool
+    shape, batch, number = SHAPES[arguments.shape], arguments.batch, arguments.layers
+    config = HiSparseConfig()
+    layout = choose_layout(config, shape.heads, shape.dim, torch.bfloat16, LONGEST, TOKENS, HOT_SHARE)
+    budget = row_budget(layout, config.selection, LONGEST)
+    blocks = 1 + batch * (arguments.context // TOKENS + layout.ring_blocks)
+    size = hot_size(config.selection, layout, budget, batch, KV_MEMORY // shape.layers)
+    size = size._replace(rows=blocks * layout.rows_per_block)
+    order = torch.arange(shape.dim)
+    stats = ChannelStats.identity(shape.heads, shape.dim, order).to(device)
+    claims = Claims(size.rows, device)
+    step = tables(layout, config, arguments.context, batch, size.slots, budget)
+    held = arguments.context // TOKENS
+    layers = []
+    for _ in range(number):
+        data = torch.zeros(blocks, 1, 1, layout.block_bytes, dtype=torch.uint8, device=device)
+        hot = HotRows(size, layout, int(config.selection.hot_factor * budget), batch, claims, device)
+        memory = backend.LayerMemory(layout, config, data, stats, order, shape.dim**-0.5, budget, True, hot)
+        filling = Filling(memory)
+        filling.fill([1 + b * held for b in range(batch)], True)
+        filling.fill([block for block in range(1, 1 + batch * held) if (block - 1) % held], False)
+        layers.append(memory)
+    make = torch.Generator(device).manual_seed(0)
+    noise = torch.randn(STEPS + WARM + 1, batch, shape.q_heads, shape.dim, generator=make, device=device)
+    walk = [noise[-1]]
+    for new in noise[:-1]:
+        walk.append(walk[-1] * (1 - 1e-3) + new * (2e-3) ** 0.5 * 0.5)
+    fast = arguments.drift
+    queries = ((1 - fast * fast) ** 0.5 * torch.stack(walk[1:]) + fast * noise[:-1].flip(0)).bfloat16()
+    k, v = (torch.randn(batch, shape.heads, shape.dim, generator=make, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(queries[0])
+
+    def run(some: Tensor) -> None:
+        for query in some:
+            for memory in layers:
+                memory.decode(query, k, v, step, out)
+
+    run(queries[:1])
+    torch.cuda.synchronize()
+    graphs = []
+    for some in (queries[:WARM], queries[WARM:]):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            run(some)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    found, us = torch.zeros(4), 0.0
+    for _ in range(2):  # a graph's first replay takes longer
+        graphs[0].replay()
+        before = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0)
+        begin.record()
+        graphs[1].replay()
+        end.record()
+        torch.cuda.synchronize()
+        now = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0)
+        found, us = (now - before).cpu(), begin.elapsed_time(end) * 1e3 / STEPS / number
+    hits, missed = int(found[0]), int(found[1])
+    return {
+        "shape": arguments.shape, "context": arguments.context, "batch": batch, "layers": number, "us": round(us, 1),
+        "hit_rate": round(hits / max(hits + missed, 1), 3), "missed": round(missed / STEPS / number),
+        "kernels_us": kernels(graphs[1], STEPS * number),
+    }  # fmt: skip
+
+
+def kernels(graph: torch.cuda.CUDAGraph, calls: int) -> dict[str, float]:
+    """Mean microseconds from start to end of each kernel, once a layer and step; they overlap."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        graph.replay()
+        torch.cuda.synchronize()
+    times: dict[str, float] = defaultdict(float)
+    for event in profiled.events():
+        if event.device_type.name == "CUDA":
+            times[event.name.split("(")[0]] += event.time_range.elapsed_us()
+    return {name: round(total / calls, 1) for name, total in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="glm4-9b-1m")
+    parser.add_argument("--context", nargs="+", type=int, default=[1 << 20])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--drift", type=float, default=0.3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures GPU kernels and PyTorch finds no CUDA device here")
+    for context in arguments.context:
+        if context % TOKENS or not TOKENS <= context < LONGEST + TOKENS:
+            parser.error(f"--context {context}: give a multiple of {TOKENS}, {LONGEST} at most")
+    rows = []
+    for context in arguments.context:
+        rows.append(measure(argparse.Namespace(**{**vars(arguments), "context": context})))
+        print(json.dumps(rows[-1]), flush=True)
+    if arguments.out is not None:
+        record = {"gpu": device_name(), "torch": torch.__version__, "commit": commit_name(), "rows": rows}
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -140,8 +140,8 @@ class Runtime:
             )
         if self.static and self.config.prefill.mode == "recall":
             logger.warning(
-                "HiSparse: prefill.mode = recall is not proven on a GPU under vLLM: a prompt of 128K tokens once did not "
-                'end in 85 seconds. prefill.mode = "full" is'
+                "HiSparse: prefill.mode = recall is not proven on a GPU under vLLM: a prompt of 128K tokens once had not "
+                'ended after 85 seconds. prefill.mode = "full" is'
             )
         if size.slots:
             logger.info(

@@ -140,7 +140,7 @@ class Runtime:
             )
         if self.static and self.config.prefill.mode == "recall":
             logger.warning(
-                "HiSparse: prefill.mode = recall is not proven on a GPU under vLLM: a prompt of 128K tokens once had not "
+                "HiSparse: prefill.mode = recall is not proven on a GPU under vLLM: a 128K prompt had once not "
                 'ended after 85 seconds. prefill.mode = "full" is'
             )
         if size.slots:

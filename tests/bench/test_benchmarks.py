@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,16 +76,82 @@ def test_a_step_with_recall_agrees_with_its_oracle_and_drifts_as_told() -> None:
     assert missed >= past.budget
 
 
+def test_steps_between_scans_recall_what_the_hot_buffer_holds() -> None:
+    """Every third step scans; a row less in the books, or another one's bytes in a slot, and the oracle sees it."""
+    past = Past(SMALL, make_layer(SHAPES[SMALL], 8192, CPU), 8192, 5.0, True)
+    steps = recall.Steps(past, drift=0.5)
+    scanning = [steps.scans(recall.WARM + i, 3) for i in range(7)]
+    assert scanning == [True, False, False, True, False, False, True]
+    held = []
+    for i in range(5):
+        assert steps.error(recall.WARM + i, 3) < recall.TOLERANCE
+        held.append(len(steps.recalled(recall.WARM + i, 3)))
+    assert held[0] == held[3] == past.budget
+    assert past.budget == held[1] == held[2] < held[4] <= past.hot_rows
+    assert int(steps.hot.counters.sum()) == 2 * past.budget  # nothing is fetched in between
+    index = recall.WARM + 4
+    found = steps.step(index, 3)
+    assert steps.error(index, 3, found) < recall.TOLERANCE
+    slots = (steps.hot.owner >= 0).nonzero().flatten()
+    steps.hot.owner[slots[: len(slots) // 2]] = -1
+    assert steps.error(index, 3, found) > recall.TOLERANCE
+    steps.hot.buffer[slots[-200:]] = steps.hot.buffer[slots[:200]].clone()
+    steps.held = None
+    assert steps.error(index, 3) > recall.TOLERANCE
+
+
 def test_a_step_that_cannot_be_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are measured: capacity 400 has no room for kept tokens."""
     monkeypatch.setattr(recall, "dense_decode_ms", lambda *_: 1.0)
-    monkeypatch.setattr(recall, "_measure", lambda past, what, *_: {"hot": past.hot_rows, "what": what})
+    monkeypatch.setattr(recall, "_measure", lambda past, what, *_: [{"hot": past.hot_rows, "what": what}])
     said: list[str] = []
-    rows = list(recall.run(SMALL, 8192, [400.0, 3.0], [2, 1], [4], CPU, 1.0, 1.0, said.append))
+    rows = list(recall.run(SMALL, 8192, [400.0, 3.0], [2, 1], [4], [1], CPU, 1.0, 1.0, said.append))
     assert [row["what"][:20] for row in rows] == ["capacity 3, 2-bit sk", "capacity 3, 1-bit sk"]
     assert all(row["hot"] > 0 for row in rows)
     assert len(said) == 2
     assert all("capacity 400" in line and "lower it" in line for line in said)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Past:
+    """A past whose steps are taken one by one instead of by graphs, with made-up times."""
+
+    def replay(layers: Any, counters: Any = ()) -> tuple[float, torch.Tensor | None, list[Any]]:
+        before = [x.clone() for x in counters]
+        for index in range(recall.WARM, recall.WARM + recall.STEPS):
+            last = [layer(index) for layer in layers]
+        return 0.5, sum((x - y for x, y in zip(counters, before, strict=True)), torch.zeros(1, 2)), last
+
+    monkeypatch.setattr(recall, "replay_ms", replay)
+    monkeypatch.setattr(recall, "graph_ms", lambda calls: 0.25)
+    monkeypatch.setattr(recall, "STEPS", 24)
+    monkeypatch.setattr(recall, "WARM", 2)
+    return Past(SMALL, make_layer(SHAPES[SMALL], 4096, CPU), 4096, 3.0, True)
+
+
+def test_a_row_for_each_scan_interval(measured: Past) -> None:
+    one, two = recall._measure(measured, "what", [1, 2], 1.0, 1e9, 1e9)
+    assert (one["scan_interval"], two["scan_interval"]) == (1, 2)
+    assert (one["what"], two["what"]) == ("what", "what, a scan every 2 steps")
+    assert one["ms"] == two["ms"] == 0.5
+    assert one["speedup"] == 2
+    assert max(one["error"], two["error"]) < recall.TOLERANCE
+    assert "scan_select_ms" in one
+    assert measured.budget <= two["held_rows"] <= measured.hot_rows
+
+
+def test_steps_between_scans_that_are_wrong_have_no_speed(measured: Past, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = recall.Steps.attend
+    monkeypatch.setattr(recall.Steps, "attend", lambda self, q, pages: 1.02 * right(self, q, pages))
+    rows = recall._measure(measured, "what", [1, 2], 1.0, 1e9, 1e9)
+    next(rows)
+    with pytest.raises(WrongResult, match="a scan every 2 steps"):
+        next(rows)
+
+
+def test_scan_intervals_that_do_not_divide_the_steps_are_refused() -> None:
+    with pytest.raises(InputError, match=r"--scan-interval 5 .* use one of 1, 2, 3, 4, 6"):
+        next(recall.run(SMALL, 4096, [3.0], [2], [4], [1, 5], CPU, 1.0, 1.0, print))
 
 
 def test_decode_over_shuffled_pages_agrees_with_its_oracle() -> None:

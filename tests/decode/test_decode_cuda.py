@@ -171,10 +171,10 @@ def test_an_early_start_changes_nothing(monkeypatch):  # type: ignore[no-untyped
     queries = steps.queries[:24]
 
     def replayed():  # type: ignore[no-untyped-def]
-        steps.step(queries[0])
+        steps.scan(queries[0])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = [steps.step(q) for q in queries]
+            results = [steps.scan(q) for q in queries]
         outs = []
         for _ in range(10):
             graph.replay()

@@ -2,12 +2,16 @@
 
 Queries drift as a model's do: neighbouring steps share most of their rows, and most of what is new was wanted a few
 steps before. How far they drift is set so that the share that repeats is the one measured on real models.
+
+With a scan interval of n every n-th step is such a step, in all layers, and those in between attend to all that the hot
+buffer holds, as `BatchedDecode` has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -29,6 +33,8 @@ TOLERANCE = 8e-3  # of the bfloat16 output, against float64
 REPEATS = 0.72  # of a step's rows, that the next step wants too
 STEPS = 96
 WARM = 32  # steps before the measured ones: the hot buffer fills
+INTERVALS = [n for n in range(1, STEPS + 1) if STEPS % n == 0]
+"""Scan intervals of which the measured steps hold a whole number."""
 
 
 class Steps:
@@ -53,6 +59,7 @@ class Steps:
         )  # fmt: skip
         # Made once: a captured step may not make tensors of what the host knows.
         self.rows = {False: rows, True: replace(rows, hot=self.hot)}
+        self.held: Pages | None = None  # what the hot buffer holds since the last scan
         make = torch.Generator(device).manual_seed(5)
         self._noise = torch.randn(STEPS + WARM + 1, *layer.q.shape, generator=make, device=device)
         self.drift = self._settle() if drift is None else drift
@@ -88,13 +95,27 @@ class Steps:
         shares = [len(sets[i] & set().union(*sets[i - window : i])) / len(sets[i]) for i in range(window, len(sets))]
         return sum(shares) / len(shares)
 
-    def step(self, q: Tensor) -> Tensor:
-        """[1, Hq, D]"""
-        past = self.past
+    def scan(self, q: Tensor) -> Tensor:
+        """[1, Hq, D]: a step that scans."""
+        past, self.held = self.past, None
         return recall_step(
             q[None], self.dense_k, self.dense_v, self.length, self.kept, self.rows[True], past.layer.stats,
             past.scaling, past.budget, split="rope",
         ).out  # fmt: skip
+
+    def repeat(self, q: Tensor) -> Tensor:
+        """[1, Hq, D]: a step between scans; the first after a scan lists what the hot buffer holds."""
+        if self.held is None:
+            self.held = held_pages(self.rows[True])
+        return self.attend(q, self.held)
+
+    def scans(self, index: int, interval: int) -> bool:
+        """Whether step `index` scans; the first measured one does."""
+        return (index - WARM) % interval == 0
+
+    def step(self, index: int, interval: int = 1) -> Tensor:
+        """[1, Hq, D]: the step of query `index`."""
+        return (self.scan if self.scans(index, interval) else self.repeat)(self.queries[index])
 
     def attend(self, q: Tensor, recalled: Pages) -> Tensor:
         """[1, Hq, D]: the last part of a step."""
@@ -104,55 +125,59 @@ class Steps:
             split="rope",
         ).out  # fmt: skip
 
-    def error(self, index: int) -> float:
-        """Of one step through the hot buffer, against float64 over the same rows."""
+    def recalled(self, index: int, interval: int = 1) -> Tensor:
+        """int64 [n]: the rows that step `index` recalls, by their numbers in the pool; to be asked after the step."""
+        if not self.scans(index, interval):
+            return self.hot.owner[self.hot.owner >= 0].long()
+        chosen = self.choose(self.queries[index])
+        return chosen.rows[0, : int(chosen.number)].long()
+
+    def error(self, index: int, interval: int = 1, found: Tensor | None = None) -> float:
+        """Greatest relative error of a head's output in step `index`, taken now unless its output `found` is given,
+        against float64 over the rows that it recalls, as the host has them."""
         past, q = self.past, self.queries[index]
-        found = self.step(q)[0].double()
-        chosen = self.choose(q)
+        result = (self.step(index, interval) if found is None else found)[0].double()
         place = torch.empty(past.rows, dtype=torch.int64, device=q.device)
         place[past.ids] = torch.arange(past.rows, device=q.device)
-        packed = past.chosen(place[chosen.rows[0, : int(chosen.number)].long()])
+        packed = past.chosen(place[self.recalled(index, interval)])
         want = float64_attention(q.view(past.dense_k.shape[0], -1, q.shape[1]), past.slices(packed), past.scaling)
         want = want.flatten(0, 1)
-        return float(((found - want).norm(dim=-1) / want.norm(dim=-1)).max())
+        return float(((result - want).norm(dim=-1) / want.norm(dim=-1)).max())
 
 
 def replay_ms(
-    step: Callable[[Tensor], Any] | list[Callable[[Tensor], Any]],
-    queries: Tensor,
-    warm: int,
-    counters: list[Tensor] | None = None,
-) -> tuple[float, Tensor | None]:
-    """Milliseconds a step of one layer, and by how much `counters` rose: the steps of all queries but the first `warm`
-    in one CUDA graph, as a captured model runs its layers one after the other. step: of one layer, or of several, whose
-    steps take turns."""
-    layers = step if isinstance(step, list) else [step]
+    layers: Sequence[Callable[[int], Any]], counters: Sequence[Tensor] = ()
+) -> tuple[float, Tensor | None, list[Any]]:
+    """Milliseconds a step of one layer; by how much `counters` rose in all; and what each layer's last step gave.
+
+    One CUDA graph has all steps but the first `WARM`, as a captured model runs its layers one after the other. layers:
+    what each does in the step of a number. The eager steps ahead compile what the graphs hold.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for layer in layers:
-            layer(queries[0])
+        for index in (WARM, WARM + 1):
+            for layer in layers:
+                layer(index)
     torch.cuda.synchronize()
-    graphs = []
-    for some in (queries[:warm], queries[warm:]):
+    graphs, last = [], []
+    for steps in (range(WARM), range(WARM, WARM + STEPS)):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            for query in some:
-                for layer in layers:
-                    layer(query)
+            for index in steps:
+                last = [layer(index) for layer in layers]
     before = None
     for timed in (False, True):  # a graph's first replay takes longer
-        if len(queries[:warm]):
-            graphs[0].replay()
-        before = None if counters is None else torch.stack(counters)
+        graphs[0].replay()
+        before = torch.stack(list(counters)) if counters else None
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graphs[1].replay()
         end.record()
         torch.cuda.synchronize()
         if timed:
-            rose = None if counters is None or before is None else (torch.stack(counters) - before).sum(0)
-            return float(begin.elapsed_time(end)) / (len(queries) - warm) / len(layers), rose
+            rose = None if before is None else (torch.stack(list(counters)) - before).sum(0)
+            return float(begin.elapsed_time(end)) / STEPS / len(layers), rose, last
     raise AssertionError
 
 
@@ -162,13 +187,21 @@ def run(
     capacities: list[float],
     bits: list[int],
     page_sizes: list[int],
+    intervals: list[int],
     device: torch.device,
     read: float,
     pinned: float,
     say: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """A row for each capacity, width of sketches and number of kept tokens a page. read, pinned: bytes a second of the
-    device's and the host's memory. say: is told what cannot be, and why. Raises WrongResult."""
+    """A row for each capacity, width of sketches, number of kept tokens a page and scan interval. read, pinned: bytes a
+    second of the device's and the host's memory. say: is told what cannot be, and why. Raises WrongResult, and
+    InputError for an interval that is not among INTERVALS."""
+    for interval in intervals:
+        if interval not in INTERVALS:
+            raise InputError(
+                f"--scan-interval {interval} does not divide the {STEPS} steps that are measured; use one of "
+                f"{', '.join(map(str, INTERVALS))}"
+            )
     layer = make_layer(SHAPES[name], context, device)
     dense = dense_decode_ms(layer.q[None, :, None], SHAPES[name].heads, context)
     for width, capacity, page_size in product(bits, capacities, page_sizes):
@@ -182,39 +215,68 @@ def run(
         except InputError as error:
             say(f"recall {name} {context}, {what}: left out: {error}")
             continue
-        yield _measure(past, what, dense, read, pinned)
+        yield from _measure(past, what, intervals, dense, read, pinned)
 
 
-def _measure(past: Past, what: str, dense: float, read: float, pinned: float) -> dict[str, Any]:
-    """The whole step, and its parts."""
+def _measure(
+    past: Past, what: str, intervals: list[int], dense: float, read: float, pinned: float
+) -> Iterator[dict[str, Any]]:
+    """The whole step at each interval, and the parts of a step that scans and of one that does not."""
     name, context = past.name, past.context
     steps = Steps(past)
     # What a step leaves in the L2 cache, other layers replace in a model: here, too.
     layers = max(2, min(8, -(-L2_BYTES // (2 * past.device_bytes))))
     every = [steps, *(Steps(past.again(), steps.drift) for _ in range(layers - 1))]
-    error = check(f"recall {name} {context} {what}", max(steps.error(i) for i in range(3)), TOLERANCE)
-    ms, rose = replay_ms([each.step for each in every], steps.queries, WARM, [each.hot.counters for each in every])
-    assert rose is not None
-    found, missed = rose[0].tolist()
-    missed_bytes = missed / (found + missed) * past.budget * past.row_format.page_bytes
-    # Between scans a step attends to all that the hot buffer holds; the first of them lists it.
-    held = held_pages(steps.rows[True])
-    listed = graph_ms([lambda: held_pages(steps.rows[True])])
-    between = graph_ms([lambda: steps.attend(steps.queries[0], held)])
-    scan, _ = replay_ms([each.choose for each in every], steps.queries, WARM)
+    row_bytes = past.row_format.page_bytes
+    scanned = past.codes.nbytes + past.scales.nbytes + 4 * past.rows + past.budget * row_bytes
+    for interval in intervals:
+        full = what if interval == 1 else f"{what}, a scan every {interval} steps"
+        first = f"recall {name} {context} {full}"
+        error = max(steps.error(WARM + i, interval) for i in range(max(3, min(interval, 4))))
+        error = check(first, error, TOLERANCE)
+        ms, rose, last = replay_ms(
+            [partial(each.step, interval=interval) for each in every], [each.hot.counters for each in every]
+        )
+        replayed = (each.error(WARM + STEPS - 1, interval, out) for each, out in zip(every, last, strict=True))
+        error = max(error, check(f"{first}, captured", max(replayed), TOLERANCE))
+        assert rose is not None
+        found, missed = rose[0].tolist()
+        held = held_pages(steps.rows[True])
+        size = past.kept_pages.nbytes + (scanned + (interval - 1) * int(held.count[0]) * row_bytes) / interval
+        parts = _scanning(every, pinned) if interval == 1 else _between(steps, held)
+        yield make_row(
+            "recall", name, context, ms, what=full, scan_interval=interval, capacity=round(past.capacity, 2),
+            dense_ms=dense, bytes=round(size), bandwidth_fraction=round(size / ms * 1e3 / read, 4), error=error,
+            rows=past.budget, hot_rows=past.hot_rows, hit_rate=round(found / (found + missed), 4), layers=layers,
+            host_bytes=round(missed / (found + missed) * past.budget * row_bytes / interval), **parts,
+        )  # fmt: skip
+
+
+def _scanning(every: list[Steps], pinned: float) -> dict[str, Any]:
+    """The parts of a step that scans, each by itself, and how far queries drift."""
+    steps = every[0]
+    past = steps.past
+    scan, _, _ = replay_ms([lambda index, each=each: each.choose(each.queries[index]) for each in every])  # type: ignore[misc]
     chosen = steps.choose(steps.queries[0])
     fresh = graph_ms([lambda: bring_rows(steps.rows[False], chosen)])
     pages = bring_rows(steps.rows[False], chosen)
     attend = graph_ms([lambda: steps.attend(steps.queries[0], pages)])
-    size = past.codes.nbytes + past.scales.nbytes + 4 * past.rows + past.kept_pages.nbytes
-    size += past.budget * past.row_format.page_bytes
-    return make_row(
-        "recall", name, context, ms, what=what, capacity=round(past.capacity, 2), dense_ms=dense, bytes=size,
-        bandwidth_fraction=round(size / ms * 1e3 / read, 4), error=error, rows=past.budget, hot_rows=past.hot_rows,
-        hit_rate=round(found / (found + missed), 4), layers=layers, host_bytes=round(missed_bytes),
-        repeats_next=round(steps.repeats(8), 3), repeats_16=round(steps.repeats(4, 16), 3),
-        between_scans_ms=round(between, 4), list_held_ms=round(listed, 4), held_rows=int(held.count[0]),
-        **{f"scan_every_{n}_ms": round((ms + listed + (n - 1) * between) / n, 4) for n in (2, 4)},
-        scan_select_ms=round(scan, 4), attend_ms=round(attend, 4), all_rows_ms=round(fresh, 4),
-        all_rows_of_pinned=round(past.budget * past.row_format.page_bytes / fresh * 1e3 / pinned, 3),
-    )  # fmt: skip
+    return {
+        "repeats_next": round(steps.repeats(8), 3),
+        "repeats_16": round(steps.repeats(4, 16), 3),
+        "scan_select_ms": round(scan, 4),
+        "attend_ms": round(attend, 4),
+        "all_rows_ms": round(fresh, 4),
+        "all_rows_of_pinned": round(past.budget * past.row_format.page_bytes / fresh * 1e3 / pinned, 3),
+    }
+
+
+def _between(steps: Steps, held: Pages) -> dict[str, Any]:
+    """A step between scans by itself, and listing what the hot buffer holds."""
+    listed = graph_ms([lambda: held_pages(steps.rows[True])])
+    attend = graph_ms([lambda: steps.attend(steps.queries[0], held)])
+    return {
+        "between_scans_ms": round(attend, 4),
+        "list_held_ms": round(listed, 4),
+        "held_rows": int(held.count[0]),
+    }

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 Split = Literal["rope", "peaks", "never"]
 
+UNCOUNTED = 64
+"""Choices recalled again of which the numbers are kept until they are added up."""
+
 
 def batched(device: torch.device, geometry: Geometry) -> bool:
     """True where decode steps run for the whole batch at once: on CUDA, and wherever kernels are asked for.
@@ -215,6 +218,7 @@ class BatchedDecode:
         self.most: tuple[int, ...] = ()  # as Step.most, at the last scan
         self.filled: Tensor | None = None  # the buffer that the last scan's rows went to
         self.repeated = torch.zeros(tables.batch, dtype=torch.int64, device=tables.device)  # rows, between scans
+        self.uncounted: list[tuple[Tensor, int]] = []  # rows, and the steps that recalled them, to be added to these
         self.past = (0, 0)  # counts of hot buffers given up
 
     @torch.no_grad()
@@ -281,8 +285,24 @@ class BatchedDecode:
                     self.filled = rows.hot.buffer
                 self.held = held_pages(rows)
             pages = self.held
-        self.repeated += pages.count
+        self._count_again(pages.count)
         return pages
+
+    def _count_again(self, number: Tensor) -> None:
+        """One more step recalls `number` int32 [B] rows. They are added up later, many steps at once: a launch in every
+        step would stand between its attention and what follows."""
+        steps = 1
+        if self.uncounted and self.uncounted[-1][0] is number:
+            steps += self.uncounted.pop()[1]
+        self.uncounted.append((number, steps))
+        if len(self.uncounted) == UNCOUNTED:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for steps in {steps for _, steps in self.uncounted}:
+            numbers = torch.stack([number for number, taken in self.uncounted if taken == steps])
+            self.repeated += steps * numbers.sum(0)
+        self.uncounted = []
 
     def _rows(self, store: LayerStore, step: Step) -> RecallRows:
         pool = store.rows.source if isinstance(store.rows, HostPool) else store.rows.data
@@ -319,6 +339,7 @@ class BatchedDecode:
     def counts(self) -> tuple[int, int, int]:
         """Rows that scans chose and the hot buffer held, those that had to be read from the host, and rows recalled in
         steps between scans. Waits for the device."""
+        self._add_up()
         return *self._counted(), int(self.repeated.sum())
 
     @torch.no_grad()
@@ -350,7 +371,8 @@ class BatchedDecode:
     @property
     def nbytes(self) -> int:
         """Device bytes of the hot buffer, of counts, and of choices kept for the next steps."""
-        size = self.repeated.nbytes + (0 if self.hot is None else self.hot.nbytes)
+        size = self.repeated.nbytes + sum(number.nbytes for number, _ in self.uncounted)
+        size += 0 if self.hot is None else self.hot.nbytes
         for choice in (self.chosen, self.recent):
             size += 0 if choice is None else choice.rows.nbytes + choice.number.nbytes
         return size + (0 if self.held is None else self.held.table.nbytes + self.held.count.nbytes)

@@ -98,23 +98,29 @@ def recall(
     ] = None,
     bits: Annotated[list[int] | None, typer.Option(help="Bits of the sketches, 1 or 2; may be repeated.")] = None,
     page_size: Annotated[list[int] | None, typer.Option(help="Kept tokens a page; may be repeated.")] = None,
+    scan_interval: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Sketches are scanned every so many steps; may be repeated. 1 and 2 if not given."),
+    ] = None,
     out: Out = None,
     commit: Commit = None,
 ) -> None:
-    """A whole decode step with recall, rows on the host: scan, select, fetch, attend."""
+    """A whole decode step with recall, rows on the host: scan, select, fetch, attend; and steps between two scans."""
     device = _cuda("recall")
     from hisparse.bench import recall as bench
     from hisparse.bench.measure import pinned_bandwidth, read_bandwidth
     from hisparse.config import GPU_PAGE
 
-    sizes = _page_sizes(page_size, [GPU_PAGE])
+    sizes, every = _page_sizes(page_size, [GPU_PAGE]), scan_interval or [1, 2]
     read, pinned = read_bandwidth(device), pinned_bandwidth(device)
     speeds = {"read_bandwidth": read, "pinned_bandwidth": pinned}
     rows = (
         row
         for name in _shapes(shape)
         for tokens in context or [1 << 17, 1 << 20]
-        for row in bench.run(name, tokens, capacity or [9.1], bits or [2], sizes, device, read, pinned, typer.echo)
+        for row in bench.run(
+            name, tokens, capacity or [9.1], bits or [2], sizes, every, device, read, pinned, typer.echo
+        )
     )
     _report(rows, out, commit, speeds)
 

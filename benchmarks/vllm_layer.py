@@ -22,6 +22,7 @@ from hisparse.bench.results import commit_name, device_name
 from hisparse.bench.shapes import SHAPES
 from hisparse.config import HiSparseConfig
 from hisparse.integrations.vllm import memory as backend
+from hisparse.integrations.vllm.anchors import AnchorShare
 from hisparse.integrations.vllm.filling import Filling
 from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, hot_size
 from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
@@ -41,16 +42,15 @@ def pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, Tenso
     return made, made
 
 
-def tables(layout: BlockLayout, config: HiSparseConfig, context: int, batch: int, most: int, budget: int) -> Step:
-    """Of `batch` requests whose blocks lie in any order."""
-    device = torch.device("cuda")
-    blocks, width = context // TOKENS, LONGEST // TOKENS
+def tables(
+    layout: BlockLayout, config: HiSparseConfig, held: Tensor, own: Tensor, context: int, most: int, budget: int
+) -> Step:
+    """Of requests that have the blocks `held` int32 [B, n], and the blocks `own` int32 [B, m] as their rings."""
+    (batch, blocks), device, width = held.shape, torch.device("cuda"), LONGEST // TOKENS
     pages = torch.zeros(batch, width + 1, dtype=torch.int32, device=device)
-    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).to(device)
-    pages[:, :blocks] = (1 + torch.arange(batch * blocks, device=device)).view(batch, blocks)[:, order].int()
+    pages[:, :blocks] = held
     ring = torch.zeros(batch, width + 20, dtype=torch.int32, device=device)
-    own = 1 + batch * blocks + torch.arange(batch * layout.ring_blocks, device=device)
-    ring[:, blocks : blocks + layout.ring_blocks] = own.view(batch, -1).int()
+    ring[:, blocks : blocks + layout.ring_blocks] = own
     past = torch.full((batch,), context + 40, device=device)
     new = torch.ones(batch, dtype=torch.int64, device=device)
     return make_step(layout, config.selection, pages, ring, past, new, width).limited(most, budget)
@@ -63,22 +63,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = HiSparseConfig()
     layout = choose_layout(config, shape.heads, shape.dim, torch.bfloat16, LONGEST, TOKENS, HOT_SHARE)
     budget = row_budget(layout, config.selection, LONGEST)
-    blocks = 1 + batch * (arguments.context // TOKENS + layout.ring_blocks)
+    each = arguments.context // TOKENS
+    needed = batch * (each + layout.ring_blocks)
+    blocks = max(arguments.pool or 0, 1 + needed)
+    # They lie in any order and anywhere in the pool, as those of a server that has run for a while do.
+    mine = 1 + torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(1))[:needed].int().to(device)
+    held, own = mine[: batch * each].view(batch, each), mine[batch * each :].view(batch, layout.ring_blocks)
     size = hot_size(config.selection, layout, budget, batch, KV_MEMORY // shape.layers)
     size = size._replace(rows=blocks * layout.rows_per_block)
     order = torch.arange(shape.dim)
     stats = ChannelStats.identity(shape.heads, shape.dim, order).to(device)
     claims = Claims(size.rows, device)
-    step = tables(layout, config, arguments.context, batch, size.slots, budget)
-    held = arguments.context // TOKENS
+    step = tables(layout, config, held, own, arguments.context, size.slots, budget)
     layers = []
-    for _ in range(number):
+    for index in range(number):
         data = torch.zeros(blocks, 1, 1, layout.block_bytes, dtype=torch.uint8, device=device)
         hot = HotRows(size, layout, int(config.selection.hot_factor * budget), batch, claims, device)
-        memory = backend.LayerMemory(layout, config, data, stats, order, shape.dim**-0.5, budget, True, hot)
+        anchors = AnchorShare(device) if arguments.anchors and index == number - 1 else None
+        memory = backend.LayerMemory(layout, config, data, stats, order, shape.dim**-0.5, budget, True, hot, anchors)
         filling = Filling(memory)
-        filling.fill([1 + b * held for b in range(batch)], True)
-        filling.fill([block for block in range(1, 1 + batch * held) if (block - 1) % held], False)
+        filling.fill(held[:, 0].tolist(), True)
+        filling.fill(held[:, 1:].flatten().tolist(), False)
         layers.append(memory)
     make = torch.Generator(device).manual_seed(0)
     noise = torch.randn(STEPS + WARM + 1, batch, shape.q_heads, shape.dim, generator=make, device=device)
@@ -115,7 +120,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         found, us = (now - before).cpu(), begin.elapsed_time(end) * 1e3 / STEPS / number
     hits, missed = int(found[0]), int(found[1])
     return {
-        "shape": arguments.shape, "context": arguments.context, "batch": batch, "layers": number, "us": round(us, 1),
+        "shape": arguments.shape, "context": arguments.context, "batch": batch, "layers": number, "pool": blocks,
+        "anchors": arguments.anchors, "us": round(us, 1),
         "hit_rate": round(hits / max(hits + missed, 1), 3), "missed": round(missed / STEPS / number),
         "kernels_us": kernels(graphs[1], STEPS * number),
     }  # fmt: skip
@@ -141,6 +147,8 @@ def main() -> None:
     parser.add_argument("--context", nargs="+", type=int, default=[1 << 20])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--pool", type=int, help="blocks of the pool; else what the requests need")
+    parser.add_argument("--anchors", action="store_true", help="the last layer counts the anchor hit rate, too")
     parser.add_argument("--drift", type=float, default=0.3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -10,7 +10,6 @@ from test_memory import Engine, Request, settings_of
 
 from hisparse.integrations.vllm import anchors as module
 from hisparse.integrations.vllm.anchors import AnchorShare
-from hisparse.ops.decode import DecodeResult
 
 CPU = torch.device("cpu")
 FEW = {"selection": {"min_tokens": 48, "root_factor": 0.0}}
@@ -18,25 +17,27 @@ FEW = {"selection": {"min_tokens": 48, "root_factor": 0.0}}
 
 @given(numbers=st.lists(st.integers(0, 4), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_shares_are_what_recalled_rows_leave(numbers: list[int], seed: int) -> None:
-    """Softmax over one anchor and some rows a head, in float64; entries beyond the number mean nothing."""
+    """Softmax over one anchor and some rows a head, in float64; requests that recall nothing do not count."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads = len(numbers), 2
     rows = torch.randn(batch, heads, 4, generator=generator)
     anchor = torch.randn(batch, heads, generator=generator)
-    shares, lse = [], torch.zeros(batch, heads)
+    shares, lse, part = [], torch.zeros(batch, heads), torch.full((batch, heads), float("-inf"))
     for i, number in enumerate(numbers):
         for h in range(heads):
             scores = torch.cat([anchor[i, h, None], rows[i, h, :number]]).double()
             lse[i, h] = scores.logsumexp(0)
             if number:
                 shares.append(float(scores.softmax(0)[0]))
-        rows[i, :, number:] = float("nan")
+                part[i, h] = rows[i, h, :number].logsumexp(0)
+            else:
+                lse[i, h] = float("-inf") if seed % 2 else lse[i, h]
     share = AnchorShare(CPU)
     for _ in range(2):
-        share.add(DecodeResult(lse[..., None], lse, None, rows), torch.tensor(numbers, dtype=torch.int32))
+        share.add(lse, part, torch.tensor(numbers, dtype=torch.int32))
     queries = sum(map(bool, numbers))
     expected = torch.tensor([2 * sum(shares) / heads, 2 * queries], dtype=torch.float64)
-    torch.testing.assert_close(share.sums, expected, rtol=1e-5, atol=1e-6)  # masses are float32
+    torch.testing.assert_close(share.sums, expected, rtol=1e-5, atol=1e-6)  # log-sum-exps are float32
 
 
 def test_one_by_one_and_together_measure_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

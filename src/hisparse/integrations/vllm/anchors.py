@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.ops.decode import DecodeResult
-
 MEASURE_EVERY = 16
 """On a CPU one query of so many is measured, for which its attention is computed a second time."""
 
@@ -26,12 +24,12 @@ class AnchorShare:
         self.seen += 1
         return self.seen % MEASURE_EVERY == 1
 
-    def add(self, result: DecodeResult, number: Tensor) -> None:
-        """Count a step. result: with page masses; number: int32 [B], rows that each request recalled."""
-        mass = result.recalled_mass
-        assert mass is not None
-        there = torch.arange(mass.shape[2], device=mass.device) < number[:, None, None]
-        recalled = torch.where(there, mass, float("-inf")).logsumexp(2)
-        share = 1 - (recalled - result.lse).exp().mean(1, dtype=torch.float64)
+    def add(self, lse: Tensor, recalled_lse: Tensor, number: Tensor) -> None:
+        """Count a step.
+
+        lse, recalled_lse: float32 [B, Hq], log-sum-exp of all scores, and of those of recalled rows alone. number:
+        int32 [B], rows that each request recalled.
+        """
+        share = 1 - (recalled_lse - lse).exp().mean(1, dtype=torch.float64)
         counts = number > 0
         self.sums += torch.stack([torch.where(counts, share, 0.0).sum(), counts.sum().double()])

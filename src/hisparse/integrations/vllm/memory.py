@@ -213,7 +213,6 @@ class LayerMemory:
         quantised = self.config.vtq.enable_per_block_quant
         if quantised and self.stats is None:
             kept = None  # nothing has been packed yet
-        anchors = self.anchors if recalled is not None else None
         result = decode_attention(
             q,
             dense_k.transpose(1, 2),
@@ -223,14 +222,31 @@ class LayerMemory:
             recalled,
             self.stats,
             self.scaling,
-            page_mass=anchors is not None,
             split=self.config.vtq.split if quantised else None,
             early=early,
             out=out,
         )
-        if anchors is not None and recalled is not None:
-            anchors.add(result, recalled.count)
+        if self.anchors is not None and recalled is not None:
+            # Their part alone, once more: the masses of all pages would be forty thousand numbers a head at a million
+            # tokens, of which those of the kept pages are not wanted.
+            part = self._attend_recalled_alone(q, dense_k, dense_v, recalled)
+            self.anchors.add(result.lse, part, recalled.count)
         return result.out
+
+    def _attend_recalled_alone(self, q: Tensor, dense_k: Tensor, dense_v: Tensor, recalled: Pages) -> Tensor:
+        """float32 [B, Hq]: the log-sum-exp over the recalled rows. dense_k, dense_v [B, S, H, D], not read."""
+        quantised = self.config.vtq.enable_per_block_quant
+        return decode_attention(
+            q,
+            dense_k.transpose(1, 2),
+            dense_v.transpose(1, 2),
+            torch.zeros_like(recalled.count),
+            None,
+            recalled,
+            self.stats,
+            self.scaling,
+            split=self.config.vtq.split if quantised else None,
+        ).lse
 
     def _bring(self, chosen: Chosen, early: bool) -> Pages:
         """Pages of the chosen rows: in the hot buffer, or where they lie. early: see `fetch_rows`."""
@@ -288,9 +304,11 @@ class LayerMemory:
 
         length = torch.full((1,), dense_k.shape[1], dtype=torch.int32, device=q.device)
         kept, recalled = (pages(packed[0]) if len(packed) > 1 else None), pages(packed[-1])
-        dense = dense_k[None], dense_v[None], length
-        result = decode_attention(q[None], *dense, kept, recalled, self.stats, self.scaling, page_mass=True)
-        anchors.add(result, recalled.count)
+        dense = dense_k[None], dense_v[None]
+        lse = decode_attention(q[None], *dense, length, kept, recalled, self.stats, self.scaling).lse
+        none = torch.zeros_like(length)
+        part = decode_attention(q[None], *dense, none, None, recalled, self.stats, self.scaling).lse
+        anchors.add(lse, part, recalled.count)
 
     def _followed(self, step: Step) -> Chosen | dict[int, Tensor] | None:
         """What the layer ahead chose for this step: for all requests, or by request where they decode one by one."""

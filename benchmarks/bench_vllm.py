@@ -30,6 +30,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file are sent to the ranks
 
 SHAPES: dict[str, dict[str, Any]] = {
     "glm4-9b-1m": {"hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 4},
@@ -87,6 +88,9 @@ def start(kv: str, arguments: argparse.Namespace) -> Any:
     options["enforce_eager"] = arguments.eager
     if arguments.uncompiled:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    options["tensor_parallel_size"] = arguments.tensor_parallel
+    if arguments.utilisation:
+        options["gpu_memory_utilization"] = arguments.utilisation
     if arguments.kv_memory:
         options["kv_cache_memory_bytes"] = arguments.kv_memory
     if arguments.blocks and kv.startswith("hisparse"):
@@ -171,45 +175,57 @@ def measure(llm: Any, context: int, batch: int, claim: bool) -> dict[str, float]
     generate(llm, prompts(1, 64), 4)
     if not claim:
         generate(llm, prompts(1, min(context, WARM)), 4)
-    before = hot_counts()
+    before = hot_counts(llm)
     # Whole blocks can be claimed; one token remains to be computed.
     came = generate(llm, prompts(batch, context + claim), 1 + STEPS)
     first = max(times[0] for times in came)
     gaps = [b - a for times in came for a, b in pairwise(times) if a >= first]
     found = {"prefill_s": round(first, 4), "ms_per_token": round(statistics.median(gaps) * 1e3, 4)}
-    hits, misses = (now - then for now, then in zip(hot_counts(), before, strict=True))
+    hits, misses = (now - then for now, then in zip(hot_counts(llm), before, strict=True))
     return {**found, "hot_hit_rate": round(hits / (hits + misses), 4)} if hits + misses else found
 
 
-def hot_counts() -> tuple[float, float]:
-    """Rows found in HiSparse's hot buffers so far, and rows read from the host; 0 for other engines."""
+def counted(model: Any = None) -> dict[str, float]:
+    """What HiSparse counts and holds on one rank; empty for other engines."""
     from hisparse.errors import FormatError
     from hisparse.integrations.vllm.backend import current_runtime
 
     try:
-        statistics = current_runtime().statistics()
+        runtime = current_runtime()
+        found = runtime.statistics()
     except FormatError:
-        return 0, 0
-    return statistics.get("hot_hits", 0), statistics.get("hot_misses", 0)
+        return {}
+    return {**found, "block_bytes": runtime.layout.block_bytes * len(runtime.layers), "tokens": runtime.layout.tokens}
+
+
+def hot_counts(llm: Any) -> tuple[float, float]:
+    """Rows found in HiSparse's hot buffers so far, and rows read from the host; 0 for other engines."""
+    found = llm.apply_model(counted)
+    return sum(x.get("hot_hits", 0) for x in found), sum(x.get("hot_misses", 0) for x in found)
 
 
 def memory(llm: Any, kv: str) -> dict[str, int]:
-    config = llm.llm_engine.vllm_config
-    cache = config.cache_config
+    """Tokens that fit, and bytes of all ranks."""
+    cache = llm.llm_engine.vllm_config.cache_config
     found = {"kv_tokens": int(cache.kv_cache_size_tokens or 0), "gpu_kv_bytes": 0, "host_bytes": 0}
     if kv.startswith("hisparse"):
-        from hisparse.integrations.vllm.backend import current_runtime
-
-        runtime = current_runtime()
-        statistics, block = runtime.statistics(), runtime.layout.block_bytes * len(runtime.layers)
+        ranks = llm.apply_model(counted)
         # Blocks may be fewer (--blocks) because host memory is: what the device would hold.
         free = llm.llm_engine.engine_core.engine_core.available_gpu_memory_for_kv_cache
-        found["device_tokens"] = max(0, int(free)) // block * runtime.layout.tokens
-        found["gpu_kv_bytes"], found["host_bytes"] = int(statistics["device_bytes"]), int(statistics["host_bytes"])
+        found["device_tokens"] = max(0, int(free)) // int(ranks[0]["block_bytes"]) * int(ranks[0]["tokens"])
+        found["gpu_kv_bytes"], found["host_bytes"] = (
+            int(sum(rank[name] for rank in ranks)) for name in ("device_bytes", "host_bytes")
+        )
     else:
-        layers = config.compilation_config.static_forward_context.values()
-        found["gpu_kv_bytes"] = sum(layer.kv_cache.nbytes for layer in layers if hasattr(layer, "kv_cache"))
+        found["gpu_kv_bytes"] = int(sum(llm.apply_model(stock_bytes)))
     return found
+
+
+def stock_bytes(model: Any) -> int:
+    """Bytes of vLLM's own KV cache on one rank."""
+    from vllm.model_executor.layers.attention import Attention
+
+    return sum(layer.kv_cache.nbytes for layer in model.modules() if isinstance(layer, Attention))
 
 
 def needles(llm: Any, files: list[Path], context: int) -> str:
@@ -242,6 +258,8 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-memory", type=int, help="bytes of the KV pool; on a CPU it has to be given")
+    parser.add_argument("--utilisation", type=float, help="of the device's memory, instead of --kv-memory")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--blocks", type=int, help="HiSparse's blocks, where the host pool is what limits them")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs, no compilation")
     parser.add_argument("--uncompiled", action="store_true", help="CUDA graphs of decode steps only: starts sooner")
@@ -259,6 +277,7 @@ def main() -> None:
                 print(f"{kv} at {context}: {needles(llm, arguments.needles, context)} needles", flush=True)
             for batch in arguments.batch:
                 row = {"kv": kv, "shape": arguments.shape or arguments.model, "context": context, "batch": batch}
+                row["tensor_parallel"] = arguments.tensor_parallel
                 rows.append({**row, **measure(llm, context, batch, arguments.claim), **memory(llm, kv)})
                 print(json.dumps(rows[-1]), flush=True)
         stop(llm)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from hisparse.cli.main import app
 from hisparse.config import HiSparseConfig
 from hisparse.integrations.transformers import HiSparseCache
 
@@ -133,3 +136,22 @@ def test_nothing_packed_gives_the_very_tokens(run: Any) -> None:
     assert torch.equal(found, model.generate(ids, past_key_values=DynamicCache(), **new))
     assert fork.get_seq_length() == ids.shape[1] + 23
     assert prefilled.get_seq_length() == 0
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("chunk", [None, 200])
+def test_generate_gives_the_same_text_on_a_gpu(tmp_path: Path, chunk: int | None) -> None:
+    """By the command line; pages of 16 on both, where each device has a size of its own."""
+    prompt, config = tmp_path / "prompt.txt", tmp_path / "config.json"
+    prompt.write_text(TEXT * 2, encoding="utf-8")
+    config.write_text(json.dumps({"vtq": {"page_size": 16}, "selection": {"min_tokens": 128, "root_factor": 0.0}}))
+    found = []
+    for device in ("cpu", "cuda"):
+        out = tmp_path / f"{device}.json"
+        command = ["generate", "-f", str(prompt), "-c", str(config), "-n", "48", "--json", str(out)]
+        command += ["--device", device, "--dtype", "float32", *(["--chunk", str(chunk)] if chunk else [])]
+        app(args=command, prog_name="hisparse", standalone_mode=False)
+        found.append(json.loads(out.read_text(encoding="utf-8")))
+    assert found[1]["text"] == found[0]["text"]
+    assert found[1]["recall"]["blocks"] > 0

@@ -138,11 +138,6 @@ class Runtime:
                 self.context,
                 reached,
             )
-        if self.static and self.config.prefill.mode == "recall":
-            logger.warning(
-                "HiSparse: prefill.mode = recall is not proven on a GPU under vLLM: a 128K prompt had once not "
-                'ended after 85 seconds. prefill.mode = "full" is'
-            )
         if size.slots:
             logger.info(
                 "HiSparse: hot buffers of %d rows a layer, %.1f MiB in all: a step recalls no more than that, which "

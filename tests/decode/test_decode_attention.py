@@ -87,9 +87,10 @@ def test_triton_reads_every_width(bits: tuple[int, int], split: str, monkeypatch
 def test_triton_at_every_shape(
     dim: int, group: int, queries: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = make_case(
-        torch.float16, 1, queries, dim, tokens, group=group, counts=(3 if tokens < 64 else 1,), rows=(1,), lengths=(5,)
-    )
+    # Recalled rows are the kept pages' code once more: left out where a tile of several groups takes long to compile.
+    rows = (1,) if group == dim else None
+    counts = (3 if tokens < 64 else 1,)
+    case = make_case(torch.float16, 1, queries, dim, tokens, group=group, counts=counts, rows=rows, lengths=(5,))
     check(case, run_triton(case, monkeypatch, page_mass=True), page_mass=True)
 
 
@@ -153,9 +154,9 @@ def test_triton_cut_into_many_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_captured_call_follows_its_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is captured once; replayed after the lengths on the device have changed, it gives the new answer."""
-    monkeypatch.setenv("HISPARSE_BACKEND", "triton")
     case = make_case(torch.bfloat16, counts=(5, 2), rows=(2, 1), lengths=(37, 3))
-    device = _on_device(make_case(torch.bfloat16, counts=(5, 2), rows=(2, 1), lengths=(37, 3)), "cuda")
+    device = _on_device(case, "cuda")
+    monkeypatch.setenv("HISPARSE_BACKEND", "triton")  # not before the pages are packed, which happens on the CPU
     decode_attention(*device.arguments())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -91,6 +91,22 @@ def _read(p_nibble, p_extra, p_turn, split, i_group, D: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
+def _lift(tiles, EXACT: tl.constexpr):
+    """The tiles of `_read`, where a code is worth 2**-24, or, if EXACT, with codes worth 2**-10.
+
+    The matrix units align the terms of a sum to the one that looks largest, for which a subnormal number has the
+    exponent of the smallest normal one. So sums of products of subnormal codes lack the last bits of float32: much less
+    than float16 and bfloat16 queries lack, much more than float32 ones."""
+    if EXACT:
+        lifted = ()
+        for i in tl.static_range(len(tiles)):
+            lifted = lifted + (tiles[i] * 16384.0,)
+        return lifted
+    else:
+        return tiles
+
+
+@triton.jit
 def _scales(p_word, MODE: tl.constexpr):
     """Step of a, step of b, zero (float32 [tokens]) and whether the block is split, from the pages' scale words."""
     word = tl.load(p_word)
@@ -142,7 +158,7 @@ def packed_share(
 
     # The queries: scaled, in the units of the normalised keys, in stored channel order, rounded to float16 by position.
     raw = ()
-    mean = tl.zeros((QP,), tl.float32)
+    means = tl.zeros((GP, QP), tl.float32)
     largest = 0.0
     for g in tl.static_range(G):
         for m in tl.static_range(4):
@@ -154,10 +170,13 @@ def packed_share(
             seen = inside[:, None] & (i_q < Q)[None, :]
             q = tl.load(p_q + i_q[None, :] * stride_q + channel[:, None], mask=seen, other=0.0).to(tl.float32)
             q *= scaling * LOG2E
-            mean += tl.sum(q * offset[:, None], 0)
+            means += q * offset[:, None]
             q *= scale[:, None]
             largest = tl.maximum(largest, tl.max(tl.max(tl.abs(q), 1), 0))
             raw = raw + (q,)
+    # Summed last: a product that goes straight into a sum over lanes is fused into its additions. Each lane's sum would
+    # then differ in the last bit, and which of them the others read would be chance.
+    mean = tl.sum(means, 0)
     largest = tl.where(largest > 0, largest, 1.0)
     unit = largest / 1024  # of the float16 queries
     high = ()
@@ -177,7 +196,8 @@ def packed_share(
                 q_used += h.to(tl.float32)
             total += tl.sum(q_used, 0) / place
         sums = sums + (total * unit,)
-    unit *= 16777216.0  # 2**24, the unit of a code
+    CODE_UNIT: tl.constexpr = 1024.0 if EXACT else 16777216.0  # see _lift
+    unit *= CODE_UNIT
 
     acc = ()  # [GP, QP] by group and position
     zeros = ()  # [BLOCK, QP] by group (and half where a step of its own): sum of weight * zero / step
@@ -204,7 +224,7 @@ def packed_share(
         s = tl.zeros((BLOCK, QP), tl.float32) + tl.where(valid, 0.0, float("-inf"))[:, None]
         for g in tl.static_range(G):
             step, fast, zero, split = _scales(p_scale + FMT[8] // 4 + g, KM)
-            k = _read(p_kn, p_kx, p_turn, split, g, D, KB, GROUP, KM, SIMD, False)
+            k = _lift(_read(p_kn, p_kx, p_turn, split, g, D, KB, GROUP, KM, SIMD, False), EXACT)
             a = tl.dot(k[0], high[4 * g])
             a = tl.dot(k[2], high[4 * g + 2], a)
             if KM == 0:
@@ -263,7 +283,7 @@ def packed_share(
         new_acc = ()
         new_zeros = ()
         for g in tl.static_range(G):
-            v = _read(p_vn, p_vx, p_turn, v_split[g], g, D, VB, GROUP, VM, SIMD, True)
+            v = _lift(_read(p_vn, p_vx, p_turn, v_split[g], g, D, VB, GROUP, VM, SIMD, True), EXACT)
             pa32 = p * v_step[g][:, None]
             pa = pa32.to(tl.float16)
             # The rounded weights also carry the zeros: code and zero cancel, so they must be rounded alike.
@@ -302,7 +322,7 @@ def packed_share(
             channel = 2 * (g * WORDS + c) + m // 2 + (m % 2) * HALF
             scale = tl.load(p_v_scale + i_head * D + channel, mask=inside, other=0.0)
             offset = tl.load(p_v_mean + i_head * D + channel, mask=inside, other=0.0)
-            code_unit = 16777216.0 / (1 + 15 * (m % 2))
+            code_unit = CODE_UNIT / (1 + 15 * (m % 2))
             zero = tl.sum(zeros[2 * g + m % 2 if VM else g], 0)
             o = (acc[4 * g + m] * code_unit + zero[None, :]) / l_sum[None, :] * scale[:, None] + offset[:, None]
             seen = inside[:, None] & (i_q < Q)[None, :]

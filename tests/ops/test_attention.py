@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hisparse.config import VtqConfig
 from hisparse.errors import FormatError
-from hisparse.ops.attend import Packed, chunk_samples, reference
+from hisparse.ops.attend import Packed, chunk_samples, flash3, reference
 from hisparse.ops.attend import attend as public_attend
 from hisparse.ops.attend import select_for_chunk as public_select
 from hisparse.ops.fetch import HostRows
@@ -317,10 +318,54 @@ def test_the_public_operation_reads_the_pages_asked_for() -> None:
     close(public_attend(*c.hand(), [chosen], c.stats, 0.2), oracle(replace(c, packed=[chosen]), 0.2), torch.float32)
 
 
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, queries: int, query_ends: Tensor, keys: int, key_ends: Tensor, *,
+    softmax_scale: float, causal: bool, out: Tensor, return_softmax_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """FlashAttention's interface, in float64."""
+    assert query_ends.tolist() == [0, queries]
+    assert key_ends.tolist() == [0, keys]
+    assert return_softmax_lse
+    assert (len(q), len(k)) == (queries, keys) == (len(out), len(v))
+    group = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = q.double().transpose(0, 1) @ wide_k.mT * softmax_scale
+    if causal:
+        scores.masked_fill_(~torch.ones_like(scores[0], dtype=torch.bool).tril(), float("-inf"))
+    out.copy_((scores.softmax(-1) @ wide_v).transpose(0, 1))
+    return out, scores.logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("pages", PARTS, ids=str)
+@pytest.mark.parametrize("dense", [0, 13])
+def test_flash_attention_that_another_package_brings(
+    pages: list[tuple[int, int]], dense: int, chunk: int, strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """strided: queries and results are laid out token by token, as engines have them."""
+    if len(TWINS) < 2:
+        pytest.skip("needs Triton")
+    monkeypatch.setattr(flash3, "_FUNCTION", [varlen])
+    monkeypatch.setattr(sliced, "WORKSPACE", 1)  # a slice for each of the largest pages
+    c = case(2, 3, 64, chunk, dense, pages, torch.float16, seed=chunk)
+    assert flash3.serves(c.q)
+    assert not flash3.serves(c.q.float())
+    q = c.q.transpose(0, 1).contiguous().transpose(0, 1) if strided else c.q
+    found = sliced.attend(q, *c.hand()[1:], c.packed, c.stats, 0.2, "flash3")
+    close(found, oracle(c, 0.2), torch.float16)
+    assert not strided or found.transpose(0, 1).is_contiguous()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="a library of GPU kernels")
-@pytest.mark.parametrize("library", ["cudnn", "flash", "efficient", None])
+@pytest.mark.parametrize("library", ["flash3", "cudnn", "flash", "efficient", None])
 @pytest.mark.parametrize(("dim", "expanded"), [(64, 1), (128, 1 << 29)])
 def test_long_chunks_over_long_pasts_by_each_library(library: str | None, dim: int, expanded: int) -> None:
+    if library == "flash3":
+        vllm = pytest.importorskip("vllm.vllm_flash_attn")
+        if not vllm.is_fa_version_supported(3):
+            pytest.skip("not for this device")
+        flash3.use(partial(vllm.flash_attn_varlen_func, fa_version=3))
     c = case(2, 4, dim, 1024, 100, [(700, 8), (1100, 4)], torch.bfloat16)
     part = c.packed[1]
     source = HostRows.of([part.pages.cpu().pin_memory()], torch.device(DEVICE))
@@ -331,4 +376,5 @@ def test_long_chunks_over_long_pasts_by_each_library(library: str | None, dim: i
         patch.setattr(sliced, "WORKSPACE", 8192 * 2 * 2 * dim * 2)
         patch.setattr(sliced, "EXPANDED", expanded)
         found = sliced.attend(*c.hand(), packed, c.stats, 0.1, library, library)
+    flash3.use(None)
     assert float((found.double() - want).norm() / want.norm()) < 1e-2

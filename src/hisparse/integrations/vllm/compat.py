@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import vllm
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -41,6 +45,7 @@ __all__ = [
     "SingleTypeKVCacheManager",
     "VllmConfig",
     "check_version",
+    "flash_attention_3",
     "get_current_vllm_config",
     "register_backend",
     "replace_as",
@@ -55,3 +60,12 @@ def check_version(version: str | None = None) -> None:
             f"vLLM {found}: HiSparse was tested with {', '.join(t + 'x' for t in TESTED)} only; "
             "pip install 'hisparse[vllm]', or choose another --attention-backend"
         )
+
+
+def flash_attention_3() -> Callable[..., Any] | None:
+    """What vLLM's CUDA wheel has, as `hisparse.ops.attend.flash3` takes it; None where this device or wheel has none."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    return partial(flash_attn_varlen_func, fa_version=3) if is_fa_version_supported(3) else None

@@ -12,6 +12,7 @@ from torch import Tensor
 from hisparse.errors import ConfigError, UnsupportedError
 from hisparse.integrations.vllm.anchors import AnchorShare
 from hisparse.integrations.vllm.companions import choose_kept, companions, of_rank
+from hisparse.integrations.vllm.compat import flash_attention_3
 from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, HotSize, hot_size
 from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
@@ -22,6 +23,7 @@ from hisparse.integrations.vllm.sizes import free_memory, kv_memory
 from hisparse.integrations.vllm.step import Step, make_step, ring_place, row_budget
 from hisparse.integrations.vllm.warm import warm_packing, warm_prefill
 from hisparse.ops._dispatch import backend_for
+from hisparse.ops.attend import flash3
 from hisparse.tlif import Scorer
 from hisparse.vtq.stats import ChannelStats, channel_order
 
@@ -93,6 +95,7 @@ class Runtime:
         self.packed_tokens = 0
         self._offered: dict[str, Any] = {}
         self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
+        flash3.use(flash_attention_3() if self.static else None)
         self._announce()
 
     def _sizes(self, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[BlockLayout, HotSize]:

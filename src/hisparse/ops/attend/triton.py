@@ -4,7 +4,8 @@
 
 A slice of the past is unpacked into a work space of fixed size and attended to; its result joins what there is by its
 log-sum-exp. The queries of a KV head's group are laid one after another, so that grouped heads need no copies of K and
-V. Pages on the host are brought over on a second stream, one slice ahead of the arithmetic.
+V; FlashAttention 3, where there is one (`flash3`), takes grouped heads as they are. Pages on the host are brought over
+on a second stream, one slice ahead of the arithmetic.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hisparse.ops.attend import Packed, kernels, reference
+from hisparse.ops.attend import Packed, flash3, kernels, reference
 from hisparse.ops.fetch import HostRows
 from hisparse.ops.sketch import score_sketch
 from hisparse.ops.unpack import unpack_into
 from hisparse.vtq.stats import ChannelStats
 
-Library = Literal["cudnn", "flash", "efficient", "plain"]
+Library = Literal["flash3", "cudnn", "flash", "efficient", "plain"]
 Part = tuple[Tensor, Tensor]
 """Result [H, M, D] of any float dtype, and its natural log-sum-exp float32 [H, M]."""
 
@@ -47,6 +48,8 @@ def choose_library(q: Tensor, chunk: int) -> Library:
         return "efficient" if dim % 4 == 0 else "plain"
     if q.dtype not in (torch.float16, torch.bfloat16) or dim % 8 or dim > 256:
         return "plain"
+    if flash3.serves(q):
+        return "flash3"
     if dim in (64, 128) and chunk % PLAN_QUERIES == 0 and torch.cuda.get_device_capability(q.device)[0] >= 9:
         version = torch.backends.cudnn.version()
         if version is not None and version >= 90100:
@@ -55,7 +58,9 @@ def choose_library(q: Tensor, chunk: int) -> Library:
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, library: Library) -> Part:
-    """Attention of q [H, M, D] over all of k, v [H, N, D]."""
+    """Attention of q [H, M, D] over all of k, v [H, N, D]; q of flash3 may have more heads, a multiple."""
+    if library == "flash3":
+        return flash3.attention(q, k, v, scaling, False)
     a, b, c = q[None], k[None], v[None]
     if library == "cudnn":
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(a, b, c, None, True, scale=scaling)[:2]
@@ -69,8 +74,11 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, library: 
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, library: Library) -> Part:
-    """Attention of a chunk's q [Hq, T, D] over its own k, v [H, T, D], what is later hidden: [H, Hq / H * T, D]."""
+    """Attention of a chunk's q [Hq, T, D] over its own k, v [H, T, D], what is later hidden: [H, Hq / H * T, D], of
+    flash3 [Hq, T, D]."""
     (q_heads, chunk, dim), heads = q.shape, k.shape[0]
+    if library == "flash3":
+        return flash3.attention(q, k, v, scaling, True)
     grouped = q.reshape(heads, -1, dim)
     if chunk == 1:
         return partial_attention(grouped, k, v, scaling, "flash" if library == "cudnn" else library)
@@ -309,7 +317,7 @@ def attend(
         return reference.attend(q, k, v, dense_k, dense_v, packed, stats, scaling)
     library = choose_library(q, chunk) if library is None else library
     # The past first: its first transfers start before anything is computed.
-    grouped = q.reshape(heads, -1, dim)
+    grouped = q if library == "flash3" else q.reshape(heads, -1, dim)
     total: Part | None = None
     memory: Tensor | None = None
     for keys, values in _slices(packed, stats, dense_k, dense_v, q.device):
@@ -323,11 +331,12 @@ def attend(
             total = kernels.merge(total, part, memory)
     if causal is None:
         causal = "flash" if library == "cudnn" else library
-    own = causal_attention(q, k, v, scaling, causal)
+    own_out, own_lse = causal_attention(q, k, v, scaling, causal)
     if total is None:
-        out = own[0].to(q.dtype)
+        out = own_out.to(q.dtype)
     else:
-        out, _ = kernels.merge(total, own, torch.empty(grouped.shape, dtype=q.dtype, device=q.device))
+        own = own_out.reshape(grouped.shape), own_lse.reshape(grouped.shape[:2])
+        out, _ = kernels.merge(total, own, torch.empty_like(grouped))
     return out.reshape(q_heads, chunk, dim)
 
 

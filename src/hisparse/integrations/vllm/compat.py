@@ -63,7 +63,7 @@ def check_version(version: str | None = None) -> None:
 
 
 def flash_attention_3() -> Callable[..., Any] | None:
-    """What vLLM's CUDA wheel has, as `hisparse.ops.attend.flash3` takes it; None where this device or wheel has none."""
+    """What vLLM's CUDA wheel has, for `hisparse.ops.attend.flash3`; None where this device or wheel has none."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
     except ImportError:

@@ -1,7 +1,7 @@
 """CUDA C++ kernels: compiled for the card at hand by NVRTC when first used, launched on torch's current stream.
 
 Sources lie beside the ops (``ops/<op>/*.cu``), include nothing but files of their folder, and take their sizes as
-macros.
+macros. Machine code is kept on disk (`hisparse.ops._kept`) and can be compiled ahead (`hisparse.ops._ahead`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import UnsupportedError
+from hisparse.ops import _ahead, _kept
 
 FOLDER = Path(__file__).parent
 MINIMUM = (9, 0)
@@ -77,6 +78,21 @@ def compile_source(source: str, name: str, architecture: str, options: Sequence[
     _check(nvrtc.nvrtcGetCUBIN(program, binary), name)
     nvrtc.nvrtcDestroyProgram(program)
     return bytes(binary)
+
+
+@cache
+def _compiler() -> str:
+    """Name and version of the compiler."""
+    from cuda.bindings import nvrtc
+
+    return "NVRTC {}.{}".format(*_check(nvrtc.nvrtcVersion(), "NVRTC"))
+
+
+def build(path: str, architecture: str, options: Sequence[str] = ()) -> bytes:
+    """Machine code of the source `path` (under ops/) for `architecture`, kept on disk. Raises as `compile_source`."""
+    source = read_source(path)
+    parts = (_compiler(), path, architecture, *options, source)
+    return _kept.kept(parts, lambda: compile_source(source, path, architecture, options), _kept.default_folder())
 
 
 class Kernel:
@@ -190,15 +206,51 @@ class Kernel:
         _check(launched, self.name)
 
 
+class _Idle(Kernel):
+    """Stands for a kernel that is compiled ahead: launches nothing. It is taken to fit the device."""
+
+    def __init__(self, function: str) -> None:
+        self.name = function
+
+    def prefer_shared(self) -> Kernel:
+        return self
+
+    def resident(self, block: int, shared: int = 0) -> int:
+        return 1
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        block: int,
+        args: Sequence[Tensor | int | float | None],
+        shared: int = 0,
+        overlap: bool = False,
+        together: bool = False,
+    ) -> None:
+        return
+
+
+Macros = tuple[tuple[str, int], ...]
+
+
 @cache
-def _load(path: str, function: str, defines: tuple[tuple[str, int], ...], registers: int | None, index: int) -> Kernel:
-    options = [f"--define-macro={name}={value}" for name, value in defines]
+def _architecture(index: int) -> str:
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+
+
+def _build(path: str, macros: Macros, registers: int | None, architecture: str) -> bytes:
+    options = [f"--define-macro={name}={value}" for name, value in macros]
     if registers is not None:
         options.append(f"--maxrregcount={registers}")
-    major, minor = torch.cuda.get_device_capability(index)
-    source = read_source(path)
+    return build(path, architecture, options)
+
+
+@cache
+def _load(path: str, function: str, macros: Macros, registers: int | None, index: int) -> Kernel:
+    program = path, macros, registers, _architecture(index)
+    binary = _ahead.taken(program, lambda: _build(*program))
     with torch.cuda.device(index):
-        return Kernel(compile_source(source, path, f"sm_{major}{minor}", options), function)
+        return Kernel(binary, function)
 
 
 def load_kernel(
@@ -211,7 +263,13 @@ def load_kernel(
     """`function` of the source `path` (under ops/), compiled once for each device and choice of macros.
 
     registers: the most a thread may use. device: None means the current one. Raises UnsupportedError where it does not
-    compile or load.
+    compile or load. A thread that compiles ahead gets a kernel that launches nothing.
     """
+    macros = tuple(sorted((defines or {}).items()))
+    pool = _ahead.current()
+    if pool is not None:
+        program = path, macros, registers, _architecture(pool.index)
+        pool.add(program, lambda: _build(*program))
+        return _Idle(function)
     index = device.index if device is not None and device.index is not None else torch.cuda.current_device()
-    return _load(path, function, tuple(sorted((defines or {}).items())), registers, index)
+    return _load(path, function, macros, registers, index)

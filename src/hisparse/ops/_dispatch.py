@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 from hisparse.errors import ConfigError
+from hisparse.ops._ahead import device_of
 from hisparse.ops._cuda import can_run
 
 BACKENDS = ("reference", "triton", "cuda")
@@ -50,7 +51,7 @@ def _available(op: str, backend: str, device: torch.device) -> bool:
 
 def backend_for(op: str, device: torch.device) -> str:
     """Name of the twin of `op` that serves tensors on `device`. Raises ConfigError for a bad HISPARSE_BACKEND."""
-    forced = os.environ.get("HISPARSE_BACKEND")
+    forced, device = os.environ.get("HISPARSE_BACKEND"), device_of(device)
     if not forced:
         if device.type == "cuda":
             for backend in ON_CUDA.get(op, ()):

@@ -44,7 +44,8 @@ class ChannelStats:
     ``order[i]`` is the channel stored at place i of K: its first D/2 entries are the channels that RoPE rotates
     slowest. V keeps its order. `key_basis`, float32 [H, D, D], is the basis of the sketches (see
     :mod:`hisparse.vtq.basis`); None takes the normalised channels as they are. Raises FormatError for shapes that
-    differ, a scale that is not positive, or an order that is not a permutation.
+    differ, a scale that is not positive, or an order that is not a permutation; tensors of the meta device have no
+    values to look at.
     """
 
     k_mean: Tensor
@@ -64,22 +65,28 @@ class ChannelStats:
                 raise FormatError(
                     f"channel statistics: {name} is {value.dtype} {list(value.shape)}; it must be float32 {list(shape)}"
                 )
+            if value.is_meta:
+                continue
             if not bool(value.isfinite().all()) or (name.endswith("scale") and not bool((value > 0).all())):
                 raise FormatError(f"channel statistics: {name} holds inf, NaN or a scale <= 0; calibrate again")
-        if self.key_basis is not None and (
-            tuple(self.key_basis.shape) != (*shape, shape[1]) or not bool(self.key_basis.isfinite().all())
+        basis = self.key_basis
+        if basis is not None and (
+            tuple(basis.shape) != (*shape, shape[1]) or not (basis.is_meta or bool(basis.isfinite().all()))
         ):
             raise FormatError(
-                f"channel statistics: key_basis is {list(self.key_basis.shape)} or holds inf or NaN; it must be finite "
+                f"channel statistics: key_basis is {list(basis.shape)} or holds inf or NaN; it must be finite "
                 f"{[*shape, shape[1]]}"
             )
+        if self.order.is_meta:
+            return
         if self.order.tolist() != self.order.long().tolist() or sorted(self.order.tolist()) != list(range(shape[1])):
             raise FormatError(f"channel statistics: order is not a permutation of the {shape[1]} channels")
 
     @classmethod
     def identity(cls, heads: int, head_dim: int, order: Tensor | None = None) -> ChannelStats:
         """Mean 0 and scale 1: values are stored as they are."""
-        zero, one = torch.zeros(heads, head_dim), torch.ones(heads, head_dim)
+        zero = torch.zeros(heads, head_dim, dtype=torch.float32)
+        one = torch.ones_like(zero)
         return cls(zero, one, zero, one, torch.arange(head_dim) if order is None else order)
 
     @property
@@ -134,9 +141,11 @@ class ChannelStats:
             return self
         k_mean, k_scale = self.k_mean.to(device), self.k_scale.to(device)
         basis = None if self.key_basis is None else self.key_basis.to(device)
-        return ChannelStats(
+        moved = ChannelStats(
             k_mean, k_scale, self.v_mean.to(device), self.v_scale.to(device), self.order.to(device), basis
         )
+        moved.__dict__["runs"] = self.runs  # a cached property, which would read the order back
+        return moved
 
 
 def channel_order(config: Any, head_dim: int | None = None) -> Tensor:

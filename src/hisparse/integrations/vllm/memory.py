@@ -152,12 +152,15 @@ class LayerMemory:
         return before % CHECK_EVERY < pages
 
     def check(self, packing: Packing, k: Tensor) -> None:
-        """Note the relative error of the keys of the packing's first page; k [m * W, H, D] as they were."""
+        """Note the relative error of the keys of the packing's first page; k [m * W, H, D] as they were.
+
+        Read back as attention reads them, in the model's dtype: by a kernel that is there.
+        """
         if not len(packing.pages):
             return
-        keys = k[packing.page_tokens[0]]
-        stored = unpack_pages(self.pages[packing.pages[:1]], self.stats, self.layout.page, torch.float32)[0][0]
-        self.error.copy_((stored - keys).norm() / keys.float().norm().clamp_min(1e-12))
+        keys = k[packing.page_tokens[0]].float()
+        stored = unpack_pages(self.pages[packing.pages[:1]], self.stats, self.layout.page, self.layout.dtype)[0][0]
+        self.error.copy_((stored.float() - keys).norm() / keys.norm().clamp_min(1e-12))
 
     def row_ids(self, records: Tensor) -> Tensor:
         """Where the packed values of row records lie: the records themselves, or rows of the host pool."""
@@ -420,8 +423,8 @@ def host_pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, 
 
     Pinned for a GPU, whose kernels read and write it over the bus; allocated once and never moved.
     """
-    if device.type == "cpu":
-        pool = torch.zeros(rows, row_bytes, dtype=torch.uint8)
+    if device.type in ("cpu", "meta"):
+        pool = torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
         return pool, pool
     from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 

@@ -21,7 +21,7 @@ from hisparse.integrations.vllm.packing import Full, Packer, Packing, Places
 from hisparse.integrations.vllm.ranks import all_heads, rank
 from hisparse.integrations.vllm.sizes import free_memory, kv_memory
 from hisparse.integrations.vllm.step import Step, make_step, ring_place, row_budget
-from hisparse.integrations.vllm.warm import warm_packing, warm_prefill
+from hisparse.integrations.vllm.warm import compile_ahead, plan_of, warm_packing, warm_prefill
 from hisparse.ops._dispatch import backend_for
 from hisparse.ops.attend import flash3
 from hisparse.tlif import Scorer
@@ -96,6 +96,7 @@ class Runtime:
         self._offered: dict[str, Any] = {}
         self._companions: tuple[Scorer, list[ChannelStats] | None] | None = None
         flash3.use(flash_attention_3() if self.static else None)
+        self._compiling = compile_ahead(plan_of(self)) if self.static and torch.cuda.is_available() else None
         self._announce()
 
     def _sizes(self, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[BlockLayout, HotSize]:
@@ -313,6 +314,8 @@ class Runtime:
         """The memory of layer `index`, made when its blocks are first seen."""
         memory = self.layers[index]
         if memory is None or memory.blocks_at != blocks.data_ptr():
+            if self._compiling is not None:
+                self._compiling.join()
             stats = self.companions[1]
             own = None
             if stats is not None:

@@ -24,9 +24,11 @@ ENTRIES = 1024
 """Table entries of a program."""
 SLOTS = 8
 """Dense tokens of a program."""
+REQUESTS = 128
+"""Fewest requests that `_limit` is compiled for: as many as it has threads."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_width", "pages_stride", "width", "first", "other", "per_block", "skip"])
 def _fill_table(
     p_pages, p_packed, p_ids, p_count, pages_width, pages_stride, width, first, other, per_block, skip,
     BACK: tl.constexpr, ENTRIES: tl.constexpr,
@@ -125,7 +127,7 @@ def _place(p_ring, ring_width, lead, position, TOKENS: tl.constexpr, SLOTS: tl.c
     return tl.load(p_ring + tl.minimum(lead + slot // PER, ring_width - 1)).to(tl.int64), slot % PER
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ring_width", "ring_stride", "pages_stride", "slots", "width"])
 def _begin(
     p_pages, p_ring, p_length, p_start, p_past, p_lead, p_packed, p_block, p_slot, p_dense, p_new_block, p_new_slot,
     p_wanted, ring_width, ring_stride, pages_stride, slots, width, TOKENS: tl.constexpr, TAIL: tl.constexpr,
@@ -169,7 +171,7 @@ def _begin(
     tl.store(p_wanted + b, tl.ceil(budget / ROW).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "most", "free", "each", "width"])
 def _limit(p_wanted, p_count, batch, most, free, each, width, BATCH: tl.constexpr):
     """See `step.Step.limited`; most below nought: as many as there are. free: rows that need not be chosen."""
     b = tl.arange(0, BATCH)
@@ -226,5 +228,5 @@ def fill_step(
         target.row_count.zero_()
     _limit[(1,)](
         target.wanted, target.row_count, batch, -1 if most is None else most, min(most or 0, EVERYTHING), each,
-        target.row_table.shape[1], triton.next_power_of_2(batch),
+        target.row_table.shape[1], max(REQUESTS, triton.next_power_of_2(batch)),
     )  # fmt: skip

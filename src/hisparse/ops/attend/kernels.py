@@ -34,7 +34,7 @@ else:
         return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_query"])
 def _merge(
     p_a, p_a_lse, p_b, p_b_lse, p_out, p_lse, n_query, a_head, a_query, b_head, b_query, out_head, out_query,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
@@ -73,7 +73,7 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> tu
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_line"])
 def _gather(p_addresses, p_ids, p_out, n_rows, n_line, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """p_out int32 [n_rows, WORDS] of rows in the host's memory, row r in line r % n_line of segment r // n_line."""
     r = tl.arange(0, ROWS)
@@ -148,7 +148,7 @@ def coordinates(codes: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_query"])
 def _worth(
     p_key, p_query, p_lse, p_worth, n_rows, n_query, n_heads,
     C: tl.constexpr, CP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -98,10 +98,10 @@ def assign(
     tl.store(p_counters + 1, tl.load(p_counters + 1) + missing)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "n_line"])
 def move(
-    p_addresses, p_row, p_place, p_number, p_device, width,
-    PER: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, LIMITED: tl.constexpr,
+    p_addresses, p_row, p_place, p_number, p_device, width, n_line,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, LIMITED: tl.constexpr,
     TO_HOST: tl.constexpr,
 ):  # fmt: skip
     """One row of WORDS 32-bit words, between the host and p_device [places, WORDS]. PLACED: p_place says where to,
@@ -116,8 +116,8 @@ def move(
         place = i_entry
         if PLACED:
             place = tl.load(p_place + i_entry).to(tl.int64)
-        p_host = tl.load(p_addresses + row // PER).to(tl.pointer_type(tl.int32))
-        p_host = tl.multiple_of(p_host, 16) + (row % PER).to(tl.int64) * WORDS
+        p_host = tl.load(p_addresses + row // n_line).to(tl.pointer_type(tl.int32))
+        p_host = tl.multiple_of(p_host, 16) + (row % n_line).to(tl.int64) * WORDS
         p_device += place * WORDS
         for at in tl.static_range(0, WORDS, BLOCK):
             word = at + tl.arange(0, BLOCK)

@@ -127,7 +127,7 @@ def _launch(
     """k, v [n, P, H, D], or [1, N, H, D] with lists of tokens and places."""
     kernel = load_kernel(SOURCE, "pack", defines, device=k.device)
     together = 32 * 32 // (fmt.tokens * fmt.head_dim)  # pages a warp packs at once
-    most = torch.cuda.get_device_properties(k.device).multi_processor_count * WARPS_A_MULTIPROCESSOR
+    most = torch.cuda.get_device_properties(k.device.index).multi_processor_count * WARPS_A_MULTIPROCESSOR
     wanted = min(-(-number // together), max(1, most // (2 * fmt.heads)))
     arguments = (k, v, stats.k_mean, stats.k_rate, stats.v_mean, stats.v_rate, stats.order, tokens, places)
     kernel(

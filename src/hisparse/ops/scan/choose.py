@@ -16,7 +16,7 @@ import triton.language as tl
 from hisparse.ops.scan.kernels import bound, count_bins, find_bin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows_max", "base"])
 def count_first(p_worth, p_count, p_histogram, n_rows_max, base, ROWS: tl.constexpr, TILES: tl.constexpr,
                 BINS: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
     """p_histogram int32 [B, BINS + 2], cleared before: how many rows each bin has."""
@@ -40,7 +40,7 @@ def _cut(counts, wanted):
     return tl.where(total < wanted, -1, tl.sum((above >= wanted).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows_max", "budget", "base"], do_not_specialize_on_alignment=["p_row"])
 def take_first(
     p_worth, p_table, p_count, p_wanted, p_histogram, p_rows, p_key, p_row, n_rows_max, budget, base,
     ROWS: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, LIMITED: tl.constexpr,
@@ -97,7 +97,7 @@ def _count_equal(p_key, p_row, n, key, last, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows_max", "budget"], do_not_specialize_on_alignment=["p_row"])
 def take_rest(
     p_table, p_count, p_wanted, p_histogram, p_rows, p_chosen, p_key, p_row, n_rows_max, budget,
     BLOCK: tl.constexpr, BINS: tl.constexpr, ROW_BITS: tl.constexpr, LIMITED: tl.constexpr,

@@ -26,6 +26,7 @@ def test_what_cannot_be_served_is_said_at_once(model: str, tokens: int | None, s
 
 def test_a_hub_id_and_a_directory_pass(tmp_path: Path) -> None:
     assert compose("org/model", None, None, None, 128, [], MACHINE)[2] == "org/model"
+    (tmp_path / "config.json").write_text("{}")
     assert compose(str(tmp_path), None, None, None, None, [], MACHINE)[2] == str(tmp_path)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
@@ -13,11 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+import typer.testing
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hisparse.cli.early import read_words
+from hisparse.cli.main import app
 from hisparse.cli.serve import compose, supervise
 from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError, HiSparseError, InputError, UnsupportedError
+from hisparse.errors import ConfigError, HiSparseError, InputError, ModelError, UnsupportedError
 from hisparse.integrations.vllm.companions import of_rank
+from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.integrations.vllm.options import Options, refuse, refuse_layer
 from hisparse.vtq.stats import ChannelStats
 
@@ -34,7 +43,7 @@ def test_options_are_a_path_or_the_configuration_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("additional", "said"),
     [
         ({"hisparse_tliff": "x"}, "hisparse_tliff"),
         ({"hisparse": 3}, "hisparse = 3"),
@@ -46,9 +55,9 @@ def test_options_are_a_path_or_the_configuration_itself(tmp_path: Path) -> None:
         ({"hisparse_tlif": 5}, "hisparse_tlif = 5"),
     ],
 )
-def test_wrong_options_are_named(given: dict[str, Any], said: str) -> None:
+def test_wrong_options_are_named(additional: dict[str, Any], said: str) -> None:
     with pytest.raises(HiSparseError, match=said):
-        Options.read(given)
+        Options.read(additional)
 
 
 KINDS = SimpleNamespace(hidden_size=576, layer_types=["linear_attention", "sliding_attention", "full_attention"])
@@ -152,7 +161,6 @@ def test_the_command_says_all_that_vllm_needs(tmp_path: Path) -> None:
     assert option(command, "--attention-backend") == "CUSTOM"
     additional = json.loads(option(command, "--additional-config"))
     assert additional == {"hisparse": str(path), "hisparse_block_tokens": 128}
-    assert int(option(command, "--kv-cache-memory-bytes")) == 1 << 30
     assert option(command, "--port") == "1234"
     assert "HiSparseMetrics" in option(command, "--kv-transfer-config")
 
@@ -163,11 +171,14 @@ def test_the_command_says_all_that_vllm_needs(tmp_path: Path) -> None:
         ["--distributed-executor-backend", "ray", "--tensor-parallel-size", "8"],
         ["--enable-lora", "--lora-modules", "sql=/adapters/sql", "--max-lora-rank=64"],
         ["--enable-prefix-caching", "--max-num-seqs", "4"],
+        ["-tp", "1", "-dcp", "1", "-pcp", "1", "-asc", "2"],
     ],
-    ids=["ray", "lora", "others"],
+    ids=["ray", "lora", "others", "short"],
 )
-def test_other_options_pass_through(extra: list[str]) -> None:
+def test_other_options_pass_through(extra: list[str], tmp_path: Path) -> None:
     assert words(extra=extra, machine={"gpus": 8, "memory": 0})[-len(extra) :] == extra
+    run = typer.testing.CliRunner().invoke(app, ["serve", str(checkpoint(tmp_path)), "--dry-run", *extra])
+    assert shlex.split(run.stdout)[-len(extra) :] == extra
 
 
 def test_what_the_user_says_stands() -> None:
@@ -204,6 +215,37 @@ def test_gpus_share_the_heads_evenly(gpus: int, heads: int, ranks: int, tmp_path
     assert "--kv-cache-memory-bytes" not in command
 
 
+@pytest.mark.parametrize("length", [[], ["--max-model-len", "512"], ["--max-model-len", "128K"]], ids=str)
+def test_without_a_gpu_the_pool_and_its_rows_leave_half_of_the_memory(length: list[str], tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, max_position_embeddings=131072)
+    command = words(str(model), extra=length)
+    pool = int(option(command, "--kv-cache-memory-bytes"))
+    context = {"512": 512}.get(length[-1] if length else "", 131072)
+    layout = choose_layout(HiSparseConfig(), 2, 32, torch.bfloat16, context)
+    rows = pool * layout.host_block_bytes / layout.block_bytes
+    assert 0.45 * CPU["memory"] < pool + rows <= 0.5 * CPU["memory"]
+    unknown = int(option(words(), "--kv-cache-memory-bytes"))
+    assert 0 < unknown < 0.1 * CPU["memory"]
+
+
+def checkpoint(folder: Path, **changes: Any) -> Path:
+    """A directory with the configuration of a small Llama, `changes` made to it."""
+    folder.mkdir(exist_ok=True)
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "max_position_embeddings": 8192,
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["text model", "text model within another"])
 def test_layers_with_a_window_are_left_to_a_stock_backend(nested: bool, tmp_path: Path) -> None:
     text = {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
@@ -221,10 +263,160 @@ def test_layers_with_a_window_are_left_to_a_stock_backend(nested: bool, tmp_path
         ({"extra": ["--attention-config", "{}"]}, "--attention-config"),
         ({"extra": ["--attention-backend", "FLASH_ATTN"]}, "--attention-backend"),
         ({"extra": ["--additional_config={}"]}, "--additional-config"),
+        ({"extra": ["--additional-config.hisparse", "x.json"]}, "--additional-config"),
         ({"model": "weights.gguf"}, "weights.gguf"),
+        ({"model": " "}, "empty"),
+        ({"model": "/no/such/folder"}, "/no/such/folder"),
+        ({"model": str(Path(__file__).parent)}, "no config.json"),
+        ({"model": __file__}, "hub ids"),
         ({"tlif": Path("nowhere.safetensors")}, "nowhere.safetensors"),
+        ({"calibration": Path("nowhere.safetensors")}, "nowhere.safetensors"),
+        ({"block_tokens": 100}, "--block-tokens 100"),
     ],
 )
 def test_what_the_command_cannot_say_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         words(**changes)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 .*leave it out"),
+        (["--kv_cache_dtype=fp8_e5m2"], "--kv-cache-dtype fp8_e5m2"),
+        (["--speculative-config", '{"method": "ngram"}'], "speculative decoding"),
+        (["-sc", "{}"], "speculative decoding"),
+        (["--speculative-config.method", "ngram"], "speculative decoding"),
+        (["--spec-model", "draft"], "speculative decoding"),
+        (["-pp", "2"], r"pipeline parallelism \(2\)"),
+        (["--decode-context-parallel-size=2"], "decode context"),
+        (["-pcp", "2"], "prefill context"),
+        (["--enable-dbo"], "--enable-dbo"),
+        (["--kv-offloading-size", "4"], "--kv-offloading-size"),
+        (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "NixlConnector"),
+        (["--kv-transfer-config.kv_connector", "NixlConnector"], "NixlConnector"),
+        (["--kv-transfer-config", "nixl"], "not JSON"),
+        (["--disable-hybrid-kv-cache-manager"], "--disable-hybrid"),
+        (["-pp", "two"], "--pipeline-parallel-size two"),
+        (["--max-model-len", "0"], "--max-model-len 0"),
+        (["--max-model-len", "-5"], "--max-model-len -5"),
+        (["--max-model-len", "many"], "--max-model-len many"),
+        (["--max-model-len", "1.5K"], "--max-model-len 1.5K"),
+        (["--max-model-len=8193"], "made for 8192 tokens"),
+        (["--shutdown-timeout", "soon"], "--shutdown-timeout soon"),
+    ],
+    ids=str,
+)
+def test_what_the_engine_would_refuse_is_refused_before_it_starts(extra: list[str], said: str, tmp_path: Path) -> None:
+    """In one line of the command itself, with the value and what to do."""
+    run = typer.testing.CliRunner().invoke(app, ["serve", str(checkpoint(tmp_path)), "--dry-run", *extra])
+    assert isinstance(run.exception, HiSparseError)
+    assert re.search(said, str(run.exception))
+    assert "vllm serve" not in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "MLA"),
+        ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "layers of kind linear_attention"),
+        ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 64}, "sliding window of 64 tokens in every"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding window of 4096 tokens in every"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"attn_logit_softcapping": 50.0}, "soft cap"),
+        ({"is_encoder_decoder": True}, "encoder_decoder"),
+    ],
+    ids=["MLA", "linear", "windows", "window without kinds", "ALiBi", "soft cap", "encoder"],
+)
+def test_models_that_cannot_be_held_are_refused_before_vllm_starts(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        words(str(checkpoint(tmp_path, **changes)))
+
+
+def test_kinds_of_layers_that_the_file_leaves_out_are_known(tmp_path: Path) -> None:
+    """Gemma 3's configuration files name no layers: five of six have a window. Mistral's later ones have none."""
+    gemma = checkpoint(tmp_path / "gemma", model_type="gemma3_text", num_hidden_layers=6, sliding_window=64)
+    assert "--attention-config" in words(str(gemma))
+    for window in ({"sliding_window": None}, {"sliding_window": 64}):
+        mistral = checkpoint(tmp_path / "mistral", model_type="mistral", **window)
+        more = ["--disable-sliding-window"] if window["sliding_window"] else []
+        assert option(words(str(mistral), more), "--attention-backend") == "CUSTOM"
+
+
+def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    with pytest.raises(InputError, match=r"config\.json: cannot be read"):
+        words(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "said"),
+    [
+        ({"hidden_size": 2048}, None, "hidden_size = 2048, but the model's weights have 128"),
+        ({"evicts": 1}, None, "evicts"),
+        ({"vtq": {"page_size": 48}}, None, "hisparse_block_tokens = 256.*48"),
+        ({"selection": {"row_size": 64}}, 96, "hisparse_block_tokens = 96"),
+    ],
+    ids=["hidden size", "unknown key", "pages", "block tokens"],
+)
+def test_a_configuration_of_another_model_is_refused_before_vllm_starts(
+    config: dict[str, Any], tokens: int | None, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "hi-sparse-config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=said):
+        words(str(checkpoint(tmp_path / "model")), config=path, block_tokens=tokens)
+
+
+@pytest.mark.parametrize("length", ["1", "7", "777", "8191", "8k", "8K", "1.5k", "auto", "-1"])
+def test_odd_lengths_are_handed_on(length: str, tmp_path: Path) -> None:
+    command = words(str(checkpoint(tmp_path)), extra=["--max-model-len", length])
+    assert command[-2:] == ["--max-model-len", length]
+
+
+def test_a_wider_window_may_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(checkpoint(tmp_path))
+    words(model, extra=["--max-model-len", "16K", "--hf-overrides", '{"max_position_embeddings": 16384}'])
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    words(model, extra=["--max-model-len", "16K"])
+
+
+def test_files_of_another_model_are_refused_before_vllm_starts(tmp_path: Path) -> None:
+    """The files that ship with HiSparse belong to the default model; a GPU wants a calibration."""
+    from safetensors.torch import save_file
+
+    model = checkpoint(tmp_path)
+    save_file({"model.embed_tokens.weight": torch.randn(512, 128)}, model / "model.safetensors")
+    data = Path(str(importlib.resources.files("hisparse"))) / "data"
+    tlif = next(iter(sorted(data.glob("*.tlif.safetensors"))))
+    calibration = next(iter(sorted(data.glob("*.calibration.safetensors"))))
+    for files in ({"tlif": tlif}, {"calibration": calibration}):
+        with pytest.raises(ModelError, match="another model"):
+            words(str(model), **files)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        words(str(model), calibration=model / "config.json")
+    gpu = {"gpus": 1, "memory": 0}
+    with pytest.raises(ConfigError, match="no calibration"):
+        words(str(model), machine=gpu)
+    words(str(model), machine=gpu, extra=["--load-format", "dummy"])
+    windows = ["sliding_attention", "full_attention", "full_attention"]
+    with pytest.raises(UnsupportedError, match="leave it out"):
+        words(str(checkpoint(tmp_path, layer_types=windows)), tlif=tlif)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["--a-b", "--c", "-tp", "--flag"]), st.sampled_from(["", "1", "-1", "x y", "{}"])),
+        max_size=6,
+    ),
+    st.booleans(),
+)
+def test_words_are_read_as_they_were_written(pairs: list[tuple[str, str]], equals: bool) -> None:
+    line: list[str] = []
+    for name, value in pairs:
+        line += [f"{name}={value}"] if equals and value else [name, value] if value else [name]
+    expected = {{"-tp": "--tensor-parallel-size"}.get(name, name): value for name, value in pairs}
+    assert read_words(line) == expected
+    assert read_words([word.replace("--a-b", "--a_b") for word in line]) == expected

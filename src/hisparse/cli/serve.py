@@ -10,19 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hisparse.cli.early import Checkpoint, check_companions, check_layout, check_options, count, read_words
 from hisparse.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from hisparse.config import HiSparseConfig
 
-CPU_SHARE = 0.25
-"""Share of the free memory that the KV pool takes on a machine without a GPU, where vLLM does not measure it."""
+CPU_SHARE = 0.5
+"""Share of the free memory that the KV pool and its rows take on a machine without a GPU, where vLLM does not measure
+it."""
 
 DRAIN = 30
 """Seconds that requests in progress may take after SIGTERM."""
@@ -35,6 +38,9 @@ UNUSED = (
 )  # fmt: skip
 """Keys of a configuration that the vLLM plugin has no use for."""
 
+PER_KIND = {"backend_per_kind": {"full_attention": "CUSTOM"}}
+"""For a model some of whose layers do not see everything: HiSparse holds those that do."""
+
 METRICS = {
     "kv_connector": "HiSparseMetrics",
     "kv_role": "kv_both",
@@ -45,9 +51,8 @@ METRICS = {
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="default, a directory, or a hub id.")] = "default",
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="hi-sparse-config.json; all keys optional.")
-    ] = None,
+    # No short names here: they would be found in vLLM's -sc, -pcp and the like.
+    config: Annotated[Path | None, typer.Option("--config", help="hi-sparse-config.json; all keys optional.")] = None,
     tlif: Annotated[
         Path | None, typer.Option("--tlif", help="File that `hisparse distill` made for this model.")
     ] = None,
@@ -102,12 +107,8 @@ def supervise(command: list[str], drain: float) -> int:
 
 
 def _drain(command: list[str]) -> float:
-    """Seconds given with --shutdown-timeout, the last of which counts."""
-    value = "0"
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        name, _, given = word.partition("=")
-        if name == "--shutdown-timeout":
-            value = given or following
+    """Seconds given with --shutdown-timeout."""
+    value = read_words(command).get("--shutdown-timeout", "0")
     try:
         return max(float(value), 0)
     except ValueError:
@@ -127,18 +128,20 @@ def compose(
 
     machine: `gpus` and, without any, free memory in bytes as `memory`. Options in `extra` are never overruled. Raises
     InputError for files that do not exist and for options that HiSparse sets itself, ConfigError for a bad
-    configuration.
+    configuration, and what :mod:`hisparse.cli.early` raises for what the engine would refuse.
     """
     from hisparse.config import HiSparseConfig
+    from hisparse.integrations.vllm.layout import DEFAULT_TOKENS
 
-    given = {word.split("=", 1)[0].replace("_", "-") for word in extra if word.startswith("-")}
+    given = read_words(extra)
     for option in ("--attention-backend", "--attention-config", "--additional-config"):
-        if option in given:
+        if any(name.split(".")[0] == option for name in given):
             raise InputError(f"{option} is what `hisparse serve` sets; leave it out, or call `vllm serve` yourself")
     additional: dict[str, Any] = {"hisparse": {}}
+    settings = HiSparseConfig()
     if config is not None:
-        unused = unused_keys(HiSparseConfig.load(config))
-        if unused:
+        settings = HiSparseConfig.load(config)
+        if unused := unused_keys(settings):
             print(f"warning: {config}: vLLM does without {', '.join(unused)}; see docs/vllm.md", file=sys.stderr)
         additional["hisparse"] = str(config.resolve())
     for key, path in (("hisparse_tlif", tlif), ("hisparse_calibration", calibration)):
@@ -151,17 +154,24 @@ def compose(
             raise InputError(f"--block-tokens {block_tokens}: give a multiple of 16, 256 for instance")
         additional["hisparse_block_tokens"] = block_tokens
     source, options = _model(model, given)
-    command = ["vllm", "serve", source, *_attention(source), "--additional-config", json.dumps(additional)]
-    if not given & {"--kv-transfer-config", "--disable-log-stats"}:
+    checkpoint = Checkpoint.of(source)
+    check_options(given, settings, checkpoint)
+    if machine["gpus"] > 1 and not given.keys() & {"--tensor-parallel-size", "--data-parallel-size"}:
+        options += ["--tensor-parallel-size", str(_ranks(machine["gpus"], checkpoint.heads))]
+    ranks = count({**given, **read_words(options)}, "--tensor-parallel-size")
+    layout = check_layout(given, settings, checkpoint, block_tokens or DEFAULT_TOKENS, ranks)
+    if given.get("--load-format") != "dummy":
+        check_companions(settings, checkpoint, tlif, calibration, machine["gpus"] > 0)
+    if not machine["gpus"] and "--kv-cache-memory-bytes" not in given:
+        rows = layout.host_block_bytes / layout.block_bytes if layout else 5.0
+        options += ["--kv-cache-memory-bytes", str(int(machine["memory"] * CPU_SHARE / (1 + rows) / ranks))]
+    attention = ["--attention-config", json.dumps(PER_KIND)] if checkpoint.mixed else ["--attention-backend", "CUSTOM"]
+    command = ["vllm", "serve", source, *attention, "--additional-config", json.dumps(additional)]
+    if not any(name.startswith(("--kv-transfer-config", "--disable-log-stats")) for name in given):
         command += ["--kv-transfer-config", json.dumps(METRICS)]
     if "--shutdown-timeout" not in given:
         command += ["--shutdown-timeout", str(DRAIN)]
-    command += options
-    if machine["gpus"] > 1 and not given & {"--tensor-parallel-size", "-tp", "--data-parallel-size"}:
-        command += ["--tensor-parallel-size", str(_ranks(machine["gpus"], source))]
-    if not machine["gpus"] and "--kv-cache-memory-bytes" not in given:
-        command += ["--kv-cache-memory-bytes", str(int(machine["memory"] * CPU_SHARE))]
-    return command + extra
+    return command + options + extra
 
 
 def unused_keys(config: HiSparseConfig) -> list[str]:
@@ -176,51 +186,29 @@ def unused_keys(config: HiSparseConfig) -> list[str]:
     ]
 
 
-def _model(model: str, given: set[str]) -> tuple[str, list[str]]:
-    if model != "default":
-        if model.endswith(".gguf"):
-            raise InputError(f"{model}: vLLM serves directories and hub ids; convert the file first")
-        if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-            raise InputError(f"{model}: no such directory; give one that save_pretrained has written, or a hub id")
-        return model, []
-    from hisparse.models.load import default_directory
+def _model(model: str, given: Mapping[str, str]) -> tuple[str, list[str]]:
+    """What vLLM is to serve, and the name it has for clients where that is not its own."""
+    if model == "default":
+        from hisparse.models.load import default_directory
 
-    return default_directory(), [] if "--served-model-name" in given else ["--served-model-name", "default"]
-
-
-def _model_config(source: str) -> dict[str, Any]:
-    """What the checkpoint's configuration says of its text model; nothing where it is not on this machine."""
-    path = Path(source) / "config.json"
-    if not path.is_file():
-        if not find_spec("huggingface_hub"):
-            return {}
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            found = try_to_load_from_cache(source, "config.json")
-        except HFValidationError:
-            return {}
-        if not isinstance(found, str):
-            return {}
-        path = Path(found)
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return {**values, **values.get("text_config", {})}
+        return default_directory(), [] if "--served-model-name" in given else ["--served-model-name", "default"]
+    path = Path(model).expanduser()
+    if not model.strip():
+        raise InputError("the model's name is empty; leave it out for the default model")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{model}: the directory holds no config.json; give one that save_pretrained has written")
+        return str(path), []
+    if model.endswith(".gguf") or path.is_file():
+        raise InputError(f"{model}: vLLM serves directories and hub ids; convert the file first")
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise InputError(f"{model}: no such directory; give one that save_pretrained has written, or a hub id")
+    return model, []
 
 
-def _attention(source: str) -> list[str]:
-    """The option that has HiSparse hold the model's layers: all of them, or those that see everything."""
-    kinds = _model_config(source).get("layer_types") or ["full_attention"]
-    if all(kind == "full_attention" for kind in kinds):
-        return ["--attention-backend", "CUSTOM"]
-    return ["--attention-config", json.dumps({"backend_per_kind": {"full_attention": "CUSTOM"}})]
-
-
-def _ranks(gpus: int, source: str) -> int:
-    """The most GPUs, a power of two, that share the model's KV heads evenly, as far as its configuration tells."""
+def _ranks(gpus: int, heads: int) -> int:
+    """The most GPUs, a power of two, that share the model's KV heads evenly; heads: 0 where they are not known."""
     ranks = 1
-    text = _model_config(source)
-    heads = int(text.get("num_key_value_heads") or text.get("num_attention_heads") or 0)
     while ranks * 2 <= gpus and (heads == 0 or heads % (ranks * 2) == 0):
         ranks *= 2
     return ranks
@@ -229,5 +217,8 @@ def _ranks(gpus: int, source: str) -> int:
 def _machine() -> dict[str, int]:
     import torch
 
+    from hisparse.integrations.vllm.sizes import free_memory
+
     gpus = torch.cuda.device_count()
-    return {"gpus": gpus, "memory": 0 if gpus else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"gpus": gpus, "memory": 0 if gpus else free_memory() or free}

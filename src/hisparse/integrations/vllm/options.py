@@ -13,6 +13,8 @@ from hisparse.integrations.vllm.layout import DEFAULT_TOKENS
 CONNECTORS = ("HiSparseMetrics", "HiSparseClaims")
 PER_KIND = """--attention-config '{"backend_per_kind": {"full_attention": "CUSTOM"}}'"""
 """How vLLM is told to leave layers with a sliding window to a backend of its own."""
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+"""Values of --kv-cache-dtype."""
 KEYS = ("hisparse", "hisparse_tlif", "hisparse_calibration", "hisparse_block_tokens")
 
 
@@ -62,52 +64,86 @@ def _path(given: dict[str, Any], key: str) -> Path | None:
     return path
 
 
-def refuse(vllm_config: Any, config: HiSparseConfig) -> None:
-    """Raise UnsupportedError for what the engine is asked to do and HiSparse cannot do.
+@dataclass(frozen=True)
+class Asked:
+    """What an engine is asked to do, as far as HiSparse may have to refuse it.
 
-    A model of another size than the configuration says raises ConfigError.
-
-    `vllm_config`: vLLM's, of which attributes alone are read.
+    kinds: of the attention of the model's layers; connector: name of the KV connector; one_group:
+    ``--disable-hybrid-kv-cache-manager``.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    text = model.hf_text_config
-    if config.hidden_size not in (None, text.hidden_size):
-        raise ConfigError(
-            f"hidden_size = {config.hidden_size}, but the model's weights have {text.hidden_size}; "
-            "correct the configuration or choose the other model"
+
+    hidden_size: int | None = None
+    mla: bool = False
+    kinds: frozenset[str] = frozenset()
+    speculative: bool = False
+    pipeline: int = 1
+    decode_context: int = 1
+    prefill_context: int = 1
+    dual_batch: bool = False
+    cache_dtype: str = "auto"
+    connector: str | None = None
+    one_group: bool = False
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Asked:
+        """Read from vLLM's configuration."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        return cls(
+            hidden_size=model.hf_text_config.hidden_size,
+            mla=model.use_mla,
+            kinds=frozenset(getattr(model.hf_text_config, "layer_types", None) or ()),
+            speculative=vllm_config.speculative_config is not None,
+            pipeline=parallel.pipeline_parallel_size,
+            decode_context=parallel.decode_context_parallel_size,
+            prefill_context=getattr(parallel, "prefill_context_parallel_size", 1),
+            dual_batch=getattr(parallel, "enable_dbo", False),
+            cache_dtype=vllm_config.cache_config.cache_dtype,
+            connector=getattr(vllm_config.kv_transfer_config, "kv_connector", None),
+            one_group=vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
         )
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    dtype = vllm_config.cache_config.cache_dtype
-    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
-    reasons = (
-        (model.use_mla, "multi-head latent attention (MLA)", "HiSparse packs plain keys and values"),
-        (bool(kinds), f"layers of kind {', '.join(sorted(kinds))}", "not tried beside HiSparse"),
-        (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --tensor-parallel-size"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "use --tensor-parallel-size"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism", "set it to 1"),
-        (getattr(parallel, "enable_dbo", False), "dual batch overlap", "drop --enable-dbo"),
-        (
-            dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"--kv-cache-dtype {dtype}",
-            "HiSparse packs by itself",
-        ),
-        (
-            connector not in (None, *CONNECTORS),
-            f"the KV connector {connector}",
-            "it moves blocks without their rows in host memory; drop --kv-transfer-config and --kv-offloading-size",
-        ),
-        (
-            vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
-            "--disable-hybrid-kv-cache-manager",
-            "drop it: the dense tail is a group of its own",
-        ),
-    )
-    for found, what, remedy in reasons:
-        if found:
-            raise UnsupportedError(
-                f"{what} with --attention-backend CUSTOM (HiSparse): {remedy}, or use a stock backend"
+
+    def check(self, config: HiSparseConfig) -> None:
+        """Raise UnsupportedError for what HiSparse cannot do, ConfigError for a model of another size."""
+        if self.hidden_size is not None and config.hidden_size not in (None, self.hidden_size):
+            raise ConfigError(
+                f"hidden_size = {config.hidden_size}, but the model's weights have {self.hidden_size}; "
+                "correct the configuration or choose the other model"
             )
+        kinds = self.kinds - {"full_attention", "sliding_attention"}
+        reasons = (
+            (self.mla, "multi-head latent attention (MLA)", "HiSparse packs plain keys and values"),
+            (bool(kinds), f"layers of kind {', '.join(sorted(kinds))}", "not tried beside HiSparse"),
+            (self.speculative, "speculative decoding", "drop --speculative-config"),
+            (self.pipeline > 1, f"pipeline parallelism ({self.pipeline})", "use --tensor-parallel-size"),
+            (self.decode_context > 1, "decode context parallelism", "use --tensor-parallel-size"),
+            (self.prefill_context > 1, "prefill context parallelism", "set it to 1"),
+            (self.dual_batch, "dual batch overlap", "drop --enable-dbo"),
+            (
+                self.cache_dtype not in DTYPES,
+                f"--kv-cache-dtype {self.cache_dtype}",
+                "leave it out, for HiSparse packs by itself",
+            ),
+            (
+                self.connector not in (None, *CONNECTORS),
+                f"the KV connector {self.connector}",
+                "it moves blocks without their rows in host memory; drop --kv-transfer-config and --kv-offloading-size",
+            ),
+            (
+                self.one_group,
+                "--disable-hybrid-kv-cache-manager",
+                "drop it: the dense tail is a group of its own",
+            ),
+        )
+        for found, what, remedy in reasons:
+            if found:
+                raise UnsupportedError(
+                    f"{what} with --attention-backend CUSTOM (HiSparse): {remedy}, or use a stock backend"
+                )
+
+
+def refuse(vllm_config: Any, config: HiSparseConfig) -> None:
+    """:meth:`Asked.check` of vLLM's configuration, of which attributes alone are read."""
+    Asked.of(vllm_config).check(config)
 
 
 def refuse_layer(

@@ -1,28 +1,14 @@
 // out = sum_i 2^(lse_i - lse) part_i over the parts of a query head; a part that saw no token has lse -inf and is not used.
 // A head that saw no token at all gets 0 and -inf. Macros: DIM, BF16 (dtype of out; 0: float16).
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
+#include "ptx.cuh"
 
 constexpr int THREADS = 256;
 constexpr int CHANNELS = 32;               // of a block
 constexpr int LANES = CHANNELS / 4;        // that share a part
 constexpr int WAYS = THREADS / LANES;      // parts read at once
 constexpr int BATCH = 6;                   // parts that a thread has on their way
-constexpr u32 ALL = 0xFFFFFFFFu;
 constexpr float FAR = -1e30f;
-
-__device__ inline float exp2_(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float log2_(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // A sum of vectors with weights 2^(.. - top).
 struct Sum {
@@ -44,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, way = threadIdx.x / LANES;
     const int channel = blockIdx.x * CHANNELS + threadIdx.x % LANES * 4;
     const i64 row = blockIdx.y;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    wait_for_previous();
+    start_next();
     Sum sum = {FAR, 0.f, {0.f, 0.f, 0.f, 0.f}};
     for (int first = way; first < n_part; first += BATCH * WAYS) {
         u32 weight[BATCH], x[BATCH][4];
@@ -61,16 +47,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float top = FAR;
 #pragma unroll
         for (int n = 0; n < BATCH; n++)
-            if (first + n * WAYS < n_part) top = fmaxf(top, __uint_as_float(weight[n]));
+            if (first + n * WAYS < n_part) top = fmaxf(top, bits(weight[n]));
         float length = 0.f, y[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int n = 0; n < BATCH; n++) {
-            const float log = __uint_as_float(weight[n]);
+            const float log = bits(weight[n]);
             if (first + n * WAYS >= n_part || !(log > FAR)) continue;
             const float factor = exp2_(log - top);
             length += factor;
 #pragma unroll
-            for (int c = 0; c < 4; c++) y[c] += __uint_as_float(x[n][c]) * factor;
+            for (int c = 0; c < 4; c++) y[c] += bits(x[n][c]) * factor;
         }
         sum.add(top, length, y);
     }
@@ -102,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(sum.x[1] * share), "f"(sum.x[0] * share));
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(sum.x[3] * share), "f"(sum.x[2] * share));
 #else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(sum.x[1] * share), "f"(sum.x[0] * share));
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(sum.x[3] * share), "f"(sum.x[2] * share));
+    low = halves(sum.x[0] * share, sum.x[1] * share);
+    high = halves(sum.x[2] * share, sum.x[3] * share);
 #endif
     *(uint2*)(out + row * DIM + channel) = make_uint2(low, high);
     if (blockIdx.x == 0 && threadIdx.x == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hisparse.models.load import default_directory
@@ -12,6 +13,45 @@ from hisparse.models.load import default_directory
 MIB = 1 << 20
 RAW: dict[str, Any] = {"evict": "none", "vtq": {"enable_per_block_quant": False}}
 """Nothing set aside and nothing packed: what remains must give the stock engine's tokens."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.3,
+}
+"""Of small models whose weights are random, but sharp enough that their tokens differ."""
+
+
+def save_random(config: Any, folder: Path) -> Path:
+    """`folder`, in which a model of the transformers `config` lies, with random weights in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def small_llama(folder: Path) -> Path:
+    """`folder`, in which a random Llama of three layers lies, whose heads two ranks can share."""
+    from transformers import LlamaConfig
+
+    return save_random(LlamaConfig(**SIZES, num_hidden_layers=3, max_position_embeddings=1024), folder)
+
+
+SMALL: dict[str, Any] = {"max_model_len": 1024, "skip_tokenizer_init": True}
+"""Options of an engine for :func:`small_llama`."""
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    """Prompts of a small model's tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 512, (length,), generator=generator).tolist() for length in lengths]
 
 
 @contextmanager

@@ -11,52 +11,42 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engine_tools import MIB, RAW, engine, metric
+from engine_tools import MIB, RAW, SMALL, engine, metric
 
-HIDDEN, LAYERS, RANK = 128, 3, 8
+from hisparse.models.load import default_directory
+
+RANK = 8
 PLAIN = {**RAW, "tlif": {"prefix_length": 24}}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=HIDDEN,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
-    return folder
+@pytest.fixture(params=["small", "default"])
+def model(request: pytest.FixtureRequest, small_model: Path) -> Path:
+    """A small Llama with random weights, and the default model."""
+    return small_model if request.param == "small" else Path(default_directory())
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
     """A random adapter of all projections of the attention, as PEFT writes it."""
     from safetensors.torch import save_file
+    from transformers import AutoConfig
 
+    of = AutoConfig.from_pretrained(model)
     generator = torch.Generator().manual_seed(1)
-    folder = tmp_path_factory.mktemp("adapter")
-    sizes = {"q_proj": HIDDEN, "k_proj": 64, "v_proj": 64, "o_proj": HIDDEN}
+    head = of.hidden_size // of.num_attention_heads
+    kv = of.num_key_value_heads * head
+    sizes = {"q_proj": of.hidden_size, "k_proj": kv, "v_proj": kv, "o_proj": of.hidden_size}
+    scale = 3.4 / of.hidden_size**0.5
     weights = {}
-    for layer in range(LAYERS):
+    for layer in range(of.num_hidden_layers):
         for name, out in sizes.items():
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{at}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator) * 0.3
-            weights[f"{at}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.3
-    save_file(weights, folder / "adapter_model.safetensors")
+            weights[f"{at}.lora_A.weight"] = torch.randn(RANK, of.hidden_size, generator=generator) * scale
+            weights[f"{at}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * scale
+    save_file(weights, tmp_path / "adapter_model.safetensors")
     config: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(sizes)}
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
-    return folder
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none", "task_type": "CAUSAL_LM"}))
+    return tmp_path
 
 
 def said(llm: Any, adapter: Path) -> list[list[int]]:
@@ -75,11 +65,11 @@ def said(llm: Any, adapter: Path) -> list[list[int]]:
 
 
 def test_adapters_give_the_stock_engines_tokens(model: Path, adapter: Path) -> None:
-    options: dict[str, Any] = {"model": str(model), "max_model_len": 1024, "skip_tokenizer_init": True}
+    options: dict[str, Any] = {"model": str(model), **SMALL}
     options.update(enable_lora=True, max_lora_rank=RANK, max_loras=1)
-    with engine(None, 32 * MIB, **options) as llm:
+    with engine(None, 128 * MIB, **options) as llm:
         stock = said(llm, adapter)
-    with engine(PLAIN, 32 * MIB, 64, **options) as llm:
+    with engine(PLAIN, 128 * MIB, 64, **options) as llm:
         found = said(llm, adapter)
         assert metric(llm, "vllm:prefix_cache_hits") == 2 * 256
     assert found == stock

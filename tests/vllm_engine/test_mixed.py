@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engine_tools import MIB, RAW, engine, generate, runtime
+from engine_tools import MIB, RAW, SIZES, engine, generate, runtime, save_random
 
 from hisparse.errors import UnsupportedError
 
@@ -21,30 +21,21 @@ PLAIN = {**RAW, "tlif": {"prefix_length": 24}}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Gemma 3, every third layer of which sees everything; random weights."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers import Gemma3TextConfig
 
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
     config = Gemma3TextConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
+        **SIZES,
         num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         query_pre_attn_scalar=32,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         sliding_window=64,
-        initializer_range=0.3,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
     )
-    Gemma3ForCausalLM(config).float().save_pretrained(folder)
-    return folder
+    return save_random(config, tmp_path_factory.mktemp("model"))
 
 
 def options(model: Path, **more: Any) -> dict[str, Any]:

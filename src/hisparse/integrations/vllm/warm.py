@@ -130,7 +130,7 @@ def _pack(memory: LayerMemory) -> None:
 
 def _prefill(memory: LayerMemory, plan: Plan) -> None:
     """What a chunk runs beside the library's attention."""
-    from hisparse.ops.attend import kernels
+    from hisparse.ops.attend import chunk_samples, kernels
     from hisparse.ops.fetch import gather_rows
     from hisparse.ops.select import select_rows
     from hisparse.ops.sketch import score_sketch
@@ -158,15 +158,14 @@ def _prefill(memory: LayerMemory, plan: Plan) -> None:
         kernels.gather(memory.source, ids, pages)
         gather_rows(memory.source, ids.int()[None])
     sketched = layout.heads, row.tokens
-    queries = (layout.head_dim * layout.heads // plan.q_heads, *(1 << i for i in range(QUERY_TILE.bit_length())))
     for rows in (CHUNK, CHUNK + 1):  # Triton tells multiples of 16 from others
         scales = empty(rows, *sketched, dtype=torch.uint8)
         codes = empty(*scales.shape, layout.code_bytes // scales[0].numel(), dtype=torch.uint8)
-        for number in queries:
+        for number in (1, QUERY_TILE):
             scores = score_sketch(empty(plan.q_heads, number, layout.head_dim), codes, scales, stats, memory.scaling)
         select_rows(scores[:, :1], row.tokens, rows // 2)
     keys = empty(layout.heads, CHUNK * row.tokens, layout.head_dim, dtype=torch.float16)
-    sample = empty(layout.heads, group * QUERY_TILE, layout.head_dim, dtype=torch.float16)
+    sample = empty(layout.heads, group * len(chunk_samples(CHUNK)), layout.head_dim, dtype=torch.float16)
     kernels.row_worth(keys, sample, empty(*sample.shape[:2], dtype=torch.float32), row.tokens)
 
 

@@ -148,7 +148,7 @@ def coordinates(codes: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_query"])
+@triton.jit(do_not_specialize=["n_rows"])
 def _worth(
     p_key, p_query, p_lse, p_worth, n_rows, n_query, n_heads,
     C: tl.constexpr, CP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

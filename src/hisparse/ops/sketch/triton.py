@@ -90,7 +90,7 @@ def _build(
     tl.store(p_scales + at, exponent.to(tl.uint8), mask=m_t)
 
 
-@triton.jit(do_not_specialize=["n_queries"])
+@triton.jit
 def _score(
     p_weight, p_middle, p_offset, p_codes, p_scales, p_out, n_tokens, n_queries,
     HEADS: tl.constexpr, R: tl.constexpr, W: tl.constexpr, KP: tl.constexpr, NP: tl.constexpr, T: tl.constexpr,

@@ -102,9 +102,11 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     hot = hot_size(config.selection, layout, budget, requests, given.get("memory", 2_000_000_000))
     order = torch.arange(dim)
     plan = warm.Plan(layout, config, order, hot, requests, [1, 2, 4], q_heads, context)
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it makes the model
     background = warm.compile_ahead(plan)
     assert background is not None
     background.join()
+    torch.set_default_dtype(torch.float32)
 
     PHASE[0] = "launched"
     device, blocks, width = torch.device("cpu"), 30, -(-context // tokens)

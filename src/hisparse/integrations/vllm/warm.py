@@ -58,7 +58,7 @@ def plan_of(runtime: Runtime) -> Plan:
     return Plan(
         runtime.layout,
         runtime.config,
-        channel_order(vllm.model_config.hf_text_config, runtime.layout.head_dim),
+        channel_order(vllm.model_config.hf_text_config, runtime.layout.head_dim).cpu(),
         runtime.hot_size,
         requests,
         [*(getattr(vllm.compilation_config, "cudagraph_capture_sizes", None) or []), 1, requests],

@@ -90,7 +90,7 @@ def attend_recalled(
 
 def chunk_samples(chunk: int, spread: int = 64, last: int = 16) -> Tensor:
     """int64, ascending: queries that speak for a chunk of `chunk` tokens: `spread` evenly spaced, and the `last`."""
-    even = torch.linspace(0, max(chunk - 1, 0), min(spread, chunk)).round().long()
+    even = torch.linspace(0, max(chunk - 1, 0), min(spread, chunk), dtype=torch.float32).round().long()
     found: Tensor = torch.unique(torch.cat([even, torch.arange(max(0, chunk - last), chunk)]))
     return found
 

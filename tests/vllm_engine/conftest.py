@@ -28,3 +28,11 @@ def ids(prose: str) -> list[int]:
     from hisparse.models.load import default_directory
 
     return list(AutoTokenizer.from_pretrained(default_directory())(prose).input_ids)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `engine_tools.small_llama`."""
+    from engine_tools import small_llama
+
+    return small_llama(tmp_path_factory.mktemp("small_model"))

@@ -18,6 +18,19 @@ CASES: dict[str, dict[str, Any]] = {
     "large heads, no hot buffer": {"heads": 1, "q_heads": 4, "dim": 256, "context": 8000, "memory": 0},
     "rows on the device": {"heads": 8, "q_heads": 32, "dim": 128, "config": {"selection": {"rows": "device"}}},
     "nothing set aside": {"heads": 8, "q_heads": 32, "dim": 128, "config": {"evict": "none"}},
+    "float32, one bit": {
+        "heads": 2,
+        "q_heads": 4,
+        "dim": 64,
+        "dtype": "float32",
+        "config": {"selection": {"sketch_bits": 1}},
+    },
+    "nothing packed": {
+        "heads": 2,
+        "q_heads": 4,
+        "dim": 64,
+        "config": {"evict": "none", "vtq": {"enable_per_block_quant": False}},
+    },
     "a size that CUDA C++ leaves to Triton": {"heads": 3, "q_heads": 9, "dim": 96, "context": 20000},
 }
 
@@ -43,7 +56,7 @@ def test_what_is_launched_was_compiled_ahead(name: str) -> None:
     )
     assert found["error"] == "None"
     assert not found["missed"]
-    assert found["ahead"] > 10
+    assert found["ahead"] > 5
 
 
 def test_triton_compiles_in_the_background_and_raises_where_a_kernel_is_launched(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     from hisparse.integrations.vllm.packing import Packing
     from hisparse.integrations.vllm.step import make_step, row_budget
     from hisparse.integrations.vllm.step_kernels import fill_step
+    from hisparse.ops.attend.kernels import gather
+    from hisparse.ops.fetch import gather_rows
     from hisparse.vtq.stats import ChannelStats
 
     heads, q_heads, dim, context = (given[name] for name in ("heads", "q_heads", "dim", "context"))
@@ -133,6 +135,12 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         q = torch.zeros(batch, q_heads, dim, dtype=dtype)
         k, v = torch.zeros(2, batch, heads, dim, dtype=dtype)
         layer.decode(q, k, v, step, torch.empty_like(q))
+    if layer.source is not None:  # a chunk's rows, from anywhere in their list
+        ids = torch.zeros(100, dtype=torch.int64)
+        for start in (0, 1, 16):
+            some = ids[start:]
+            gather(layer.source, some, torch.zeros(len(some), layout.row.page_bytes, dtype=torch.uint8))
+            gather_rows(layer.source, some.int()[None])
     missed = [key for key, phase in SEEN.items() if phase != "ahead"]
     return {"ahead": len(SEEN) - len(missed), "missed": missed, "error": repr(background.error)}
 

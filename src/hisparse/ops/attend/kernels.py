@@ -73,7 +73,7 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Tensor) -> tu
     return out, lse
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_line"])
+@triton.jit(do_not_specialize=["n_rows", "n_line"], do_not_specialize_on_alignment=["p_ids"])
 def _gather(p_addresses, p_ids, p_out, n_rows, n_line, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """p_out int32 [n_rows, WORDS] of rows in the host's memory, row r in line r % n_line of segment r // n_line."""
     r = tl.arange(0, ROWS)

@@ -98,7 +98,7 @@ def assign(
     tl.store(p_counters + 1, tl.load(p_counters + 1) + missing)
 
 
-@triton.jit(do_not_specialize=["width", "n_line"])
+@triton.jit(do_not_specialize=["width", "n_line"], do_not_specialize_on_alignment=["p_row"])
 def move(
     p_addresses, p_row, p_place, p_number, p_device, width, n_line,
     WORDS: tl.constexpr, BLOCK: tl.constexpr, PLACED: tl.constexpr, LIMITED: tl.constexpr,

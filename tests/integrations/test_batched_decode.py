@@ -178,6 +178,7 @@ def test_between_scans_all_of_the_hot_buffer_is_recalled(
         return original(*args, **keywords)
 
     monkeypatch.setattr(hisparse.cache.decode, "decode_attention", spy)
+    monkeypatch.setattr(hisparse.cache.decode, "UNCOUNTED", 2)
     model = tiny(num_hidden_layers=1)
     cache = cache_for(
         model, settings_of(selection={**FEW, "min_tokens": 400, "scan_interval": 3, "hot_factor": hot_factor})

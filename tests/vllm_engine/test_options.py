@@ -356,8 +356,8 @@ def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
     [
         ({"hidden_size": 2048}, None, "hidden_size = 2048, but the model's weights have 128"),
         ({"evicts": 1}, None, "evicts"),
-        ({"vtq": {"page_size": 48}}, None, "hisparse_block_tokens = 256.*48"),
-        ({"selection": {"row_size": 64}}, 96, "hisparse_block_tokens = 96"),
+        ({"vtq": {"page_size": 48}}, None, "hisparse_block_tokens = 256.*48.*use 288"),
+        ({"selection": {"row_size": 64}}, 96, "hisparse_block_tokens = 96.*use 256"),
     ],
     ids=["hidden size", "unknown key", "pages", "block tokens"],
 )

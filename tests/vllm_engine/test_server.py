@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,7 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +33,14 @@ openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.server
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+HITS = ("vllm:prefix_cache_hits_total",)
 START = 240  # seconds that a server may take to start on a busy machine
 
 
 class Server:
-    """A server in a process group of its own, and a client of it."""
+    """A server in a process group of its own, and a client of it. command: instead of `hisparse serve default`."""
 
-    def __init__(self, log: Path, *more: str) -> None:
+    def __init__(self, log: Path, *more: str, command: Sequence[str] = ()) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -47,7 +51,7 @@ class Server:
         environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("hisparse")), "serve", "default", *options],
+                [*(command or (str(Path(sys.executable).with_name("hisparse")), "serve", "default")), *options],
                 stdout=file,
                 stderr=file,
                 env={name: value for name, value in environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"},
@@ -72,7 +76,7 @@ class Server:
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=10).read().decode()
         found = {}
         for line in text.splitlines():
-            if line.startswith(("hisparse:", "vllm:num_preemptions_total", "vllm:kv_cache_usage_perc")):
+            if line.startswith(("hisparse:", "vllm:num_preemptions_total", "vllm:kv_cache_usage_perc", *HITS)):
                 name, value = line.rsplit(" ", 1)
                 found[name.split("{")[0]] = float(value)
         return found
@@ -116,12 +120,55 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.end()
 
 
+def test_the_command_is_printed_before_it_runs(server: Server) -> None:
+    printed = next(line for line in server.log.read_text().splitlines() if line.startswith("vllm serve "))
+    command = shlex.split(printed)
+    assert command[2:5] == [default_directory(), "--attention-backend", "CUSTOM"]
+    assert command[command.index("--port") + 1] == str(server.port)
+
+
 def test_chat_and_streaming(server: Server) -> None:
     chat = server.client.chat.completions
     whole = chat.create(model="default", messages=QUESTION, temperature=0, max_tokens=20)
     assert "Paris" in whole.choices[0].message.content
     pieces = chat.create(model="default", messages=QUESTION, temperature=0, max_tokens=20, stream=True)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
+
+
+def test_chat_with_samples_stop_and_log_probabilities(server: Server) -> None:
+    create = server.client.chat.completions.create
+    asked: dict[str, Any] = {
+        "model": "default",
+        "messages": QUESTION,
+        "max_tokens": 12,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    two = create(**asked, n=2, temperature=0.9)
+    assert [len(choice.logprobs.content) > 0 for choice in two.choices] == [True, True]
+    said = {0: "", 1: ""}
+    for piece in create(**asked, n=2, temperature=0.9, seed=1, stream=True):
+        for choice in piece.choices:
+            said[choice.index] += choice.delta.content or ""
+    assert all(said.values())
+    (stopped,) = create(**asked, temperature=0, stop=["Paris"]).choices
+    assert stopped.finish_reason == "stop"
+    assert "Paris" not in stopped.message.content
+
+
+def test_a_prompt_found_in_the_prefix_cache_gets_the_same_text(server: Server) -> None:
+    """Hits come in whole blocks of 256 tokens."""
+
+    def ask() -> str:
+        text = "Once there was a river that ran from the hills to the sea. " * 50
+        return (
+            server.client.completions.create(model="default", prompt=text, max_tokens=24, temperature=0).choices[0].text
+        )
+
+    before = server.metrics()["vllm:prefix_cache_hits_total"]
+    texts = [ask() for _ in range(3)]
+    assert server.metrics()["vllm:prefix_cache_hits_total"] - before >= 2 * 512
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_stop_samples_and_log_probabilities(server: Server) -> None:
@@ -249,11 +296,14 @@ def test_metrics_tell_what_happened(server: Server) -> None:
     assert found["hisparse:recalled_rows_total"] > 0
     assert found["hisparse:recalled_bytes_total"] > found["hisparse:recalled_rows_total"]
     assert 0 < found["hisparse:anchor_hit_rate"] < 1
+    documented = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    names = {name for name in found if name.startswith("hisparse:") and not name.endswith("_created")}
+    assert names == set(re.findall(r"`(hisparse:\w+)`", documented))
     assert found["hisparse:hot_hits_total"] == found["hisparse:hot_misses_total"] == 0  # there are no buffers on a CPU
 
 
 def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
-    """The last test of the module."""
+    """Ends the server that the tests before share."""
 
     def ask() -> None:
         with contextlib.suppress(openai.OpenAIError):
@@ -273,3 +323,21 @@ def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
             break
         time.sleep(1)
     assert server.group() == []
+
+
+def test_vllms_own_command_serves(tmp_path: Path) -> None:
+    """As `vllm serve`, with the configuration in a file; the CPU wheel's own script does not start."""
+    path = tmp_path / "hi-sparse-config.json"
+    path.write_text(json.dumps({"selection": {"sketch_bits": 1}}))
+    words = ["-m", "hisparse.integrations.vllm.launch", "serve", default_directory(), "--served-model-name", "default"]
+    words += ["--attention-backend", "CUSTOM", "--additional-config", json.dumps({"hisparse": str(path)})]
+    server = Server(tmp_path / "log", command=[sys.executable, *words])
+    try:
+        server.wait()
+        whole = server.client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=20)
+        assert "Paris" in whole.choices[0].message.content
+        assert "HiSparse: a block of" in server.log.read_text()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    finally:
+        server.end()

@@ -192,10 +192,12 @@ def choose_layout(
     page = fmt(vtq.page_tokens())
     row = fmt(selection.row_size if config.evict == "host" else vtq.page_tokens())
     head = head_tokens(page.tokens, row.tokens)
-    if tokens % math.lcm(page.tokens, row.tokens) or tokens < 2 * head:
+    unit = math.lcm(page.tokens, row.tokens)
+    if tokens % unit or tokens < 2 * head:
         raise ConfigError(
             f"hisparse_block_tokens = {tokens}: a block has to be at least {2 * head} tokens and a multiple of "
-            f"vtq.page_size = {page.tokens} and selection.row_size = {row.tokens}; use {DEFAULT_TOKENS}"
+            f"vtq.page_size = {page.tokens} and selection.row_size = {row.tokens}; use "
+            f"{_up(max(DEFAULT_TOKENS, 2 * head), unit)}"
         )
     search = _Search(config, page, row, dtype, tokens, head, selection.sketch_bits)
     target = config.budget.capacity

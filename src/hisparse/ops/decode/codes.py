@@ -6,10 +6,11 @@ A token's nibble plane is read as 16-bit words: word c holds the channel pairs 2
     position 2: a of pair 2c + 1 (bits 8..11)   position 3: b of pair 2c + 1 (bits 12..15)
 
 A code in the low ten bits of a 16-bit word *is* a float16: the subnormal ``code * 2**-24``, which the matrix units
-multiply exactly. So nothing is converted and no magic number is added that would have to cancel again later: masking is
-all, and the factor 2**-24 is folded into what the code is multiplied with. Positions 1 and 3 stay where they are after
-the mask, worth 16 * code; that factor is folded likewise. Two words are handled at a time, one in each half of a
-register: bits that a shift carries over from the other half fall outside the mask.
+multiply exactly (how they sum such products is said at ``kernels._lift``). So nothing is converted and no magic number
+is added that would have to cancel again later: masking is all, and the factor 2**-24 is folded into what the code is
+multiplied with. Positions 1 and 3 stay where they are after the mask, worth 16 * code; that factor is folded likewise.
+Two words are handled at a time, one in each half of a register: bits that a shift carries over from the other half
+fall outside the mask.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False

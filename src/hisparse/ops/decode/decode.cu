@@ -9,7 +9,8 @@
 // A block has its turns at the units of one sequence's pages; a unit is what a stage holds. Whole pages, or a block's heads
 // of them, are copied into shared memory, stage by stage (bulk copies that complete on a barrier); HEADS * TILES warps each take one KV head of 16
 // tokens of a stage, and the last to be done with a stage has it filled again. Codes are masked, not converted: a masked
-// field read as float16 is the subnormal code * 2^-24, which the matrix units multiply exactly.
+// field read as float16 is the subnormal code * 2^-24. The matrix units multiply it exactly and sum such products to less than
+// float32, but to far more than queries of 16 bits have.
 //
 // Kernels ahead. With EARLY, those that chose and brought the recalled rows may still run: dense slots and kept pages are
 // older, and are attended to at once; the rows, their table and their number only after the wait. What makes them older is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import json
 import os
@@ -20,7 +21,7 @@ import typer.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse.cli.early import read_words
+from hisparse.cli.early import check_source, read_words
 from hisparse.cli.main import app
 from hisparse.cli.serve import compose, supervise
 from hisparse.config import HiSparseConfig
@@ -349,6 +350,17 @@ def test_a_configuration_that_is_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": ')
     with pytest.raises(InputError, match=r"config\.json: cannot be read"):
         words(str(tmp_path))
+
+
+def test_a_model_that_cannot_be_fetched_is_refused_before_vllm_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for offline in (True, False):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        check_source(str(tmp_path))
+        check_source("s3://bucket/model")
+        with pytest.raises(ModelError, match=r"nobody/nothing: not on this") if offline else contextlib.nullcontext():
+            check_source("nobody/nothing")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hisparse.errors import ConfigError, InputError, UnsupportedError
+from hisparse.errors import ConfigError, InputError, ModelError, UnsupportedError
 
 if TYPE_CHECKING:
     from hisparse.config import HiSparseConfig
@@ -157,6 +157,19 @@ def _downloaded(source: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def check_source(source: str) -> None:
+    """Raise ModelError for a model of the hub that is not on this machine while the hub may not be asked."""
+    if Path(source).is_dir() or ":" in source or os.environ.get("VLLM_USE_MODELSCOPE") or _downloaded(source):
+        return
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        raise ModelError(
+            f"{source}: not on this machine, and HF_HUB_OFFLINE is set: only what was downloaded before can be served; "
+            "check the spelling, unset it, or give a local directory"
+        )
 
 
 def check_options(options: Mapping[str, str], config: HiSparseConfig, checkpoint: Checkpoint) -> None:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hisparse.cli.early import Checkpoint, check_companions, check_layout, check_options, count, read_words
+from hisparse.cli.early import (
+    Checkpoint,
+    check_companions,
+    check_layout,
+    check_options,
+    check_source,
+    count,
+    read_words,
+)
 from hisparse.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -76,6 +84,7 @@ def serve(
         return
     if find_spec("vllm") is None:
         raise UnsupportedError("vLLM is not installed here; pip install 'hisparse[vllm]', or print it with --dry-run")
+    check_source(command[2])
     raise typer.Exit(supervise([sys.executable, "-m", "hisparse.integrations.vllm.launch", *command[1:]], drain))
 
 

@@ -172,7 +172,7 @@ def test_the_command_says_all_that_vllm_needs(tmp_path: Path) -> None:
         ["--distributed-executor-backend", "ray", "--tensor-parallel-size", "8"],
         ["--enable-lora", "--lora-modules", "sql=/adapters/sql", "--max-lora-rank=64"],
         ["--enable-prefix-caching", "--max-num-seqs", "4"],
-        ["-tp", "1", "-dcp", "1", "-pcp", "1", "-asc", "2"],
+        ["-tp", "1", "-dcp", "1", "-pcp", "1", "-asc", "2", "-dph"],
     ],
     ids=["ray", "lora", "others", "short"],
 )
@@ -180,6 +180,21 @@ def test_other_options_pass_through(extra: list[str], tmp_path: Path) -> None:
     assert words(extra=extra, machine={"gpus": 8, "memory": 0})[-len(extra) :] == extra
     run = typer.testing.CliRunner().invoke(app, ["serve", str(checkpoint(tmp_path)), "--dry-run", *extra])
     assert shlex.split(run.stdout)[-len(extra) :] == extra
+
+
+def test_the_model_may_be_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("hisparse.models.load.default_directory", lambda: str(checkpoint(tmp_path)))
+    run = typer.testing.CliRunner().invoke(app, ["serve", "--max-model-len", "2048", "--dry-run", "--enforce-eager"])
+    command = shlex.split(run.stdout)
+    assert command[2] == str(tmp_path)
+    assert command[-3:] == ["--max-model-len", "2048", "--enforce-eager"]
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_is_ours(word: str) -> None:
+    run = typer.testing.CliRunner().invoke(app, ["serve", word])
+    assert run.exit_code == 0
+    assert "--block-tokens" in run.stdout
 
 
 def test_what_the_user_says_stands() -> None:

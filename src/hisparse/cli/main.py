@@ -68,7 +68,9 @@ def load_command(name: str) -> Any:
         group.name = name
         return group
     single = typer.Typer(add_completion=False)
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True} if name in PASSES_ON else {}
+    settings: dict[str, Any] = {}
+    if name in PASSES_ON:
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
     single.command(name, help=function.__doc__ or COMMANDS[name][2], context_settings=settings)(function)
     return typer.main.get_command(single)
 

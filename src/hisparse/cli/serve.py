@@ -58,8 +58,10 @@ METRICS = {
 
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="default, a directory, or a hub id.")] = "default",
-    # No short names here: they would be found in vLLM's -sc, -pcp and the like.
+    model: Annotated[
+        str, typer.Argument(help="default, a directory, or a hub id; before any option of vLLM.")
+    ] = "default",
+    # No short names in this command: they would be found in vLLM's -sc, -pcp, -dph and the like.
     config: Annotated[Path | None, typer.Option("--config", help="hi-sparse-config.json; all keys optional.")] = None,
     tlif: Annotated[
         Path | None, typer.Option("--tlif", help="File that `hisparse distill` made for this model.")
@@ -77,6 +79,11 @@ def serve(
     Any further option is handed to `vllm serve`: --max-model-len, --tensor-parallel-size, --port, ...
     """
     extra = list(context.args)
+    if model.startswith("-"):  # an option of vLLM's where the model was left out
+        model, extra = "default", [model, *extra]
+    if "-h" in extra:  # not declared as an option, see `config`
+        typer.echo(context.get_help())
+        return
     command = compose(model, config, tlif, calibration, block_tokens, extra, _machine())
     drain = _drain(command)
     print(shlex.join(command), flush=True)
@@ -207,7 +214,7 @@ def _model(model: str, given: Mapping[str, str]) -> tuple[str, list[str]]:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"{model}: the directory holds no config.json; give one that save_pretrained has written")
-        return str(path), []
+        return str(path) if model.startswith("~") else model, []
     if model.endswith(".gguf") or path.is_file():
         raise InputError(f"{model}: vLLM serves directories and hub ids; convert the file first")
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:

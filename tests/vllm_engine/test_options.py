@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import typer.testing
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hisparse.cli.early import check_source, read_words
@@ -447,3 +447,28 @@ def test_words_are_read_as_they_were_written(pairs: list[tuple[str, str]], equal
     expected = {{"-tp": "--tensor-parallel-size"}.get(name, name): value for name, value in pairs}
     assert read_words(line) == expected
     assert read_words([word.replace("--a-b", "--a_b") for word in line]) == expected
+
+
+WORD = st.sampled_from(
+    ["--max-model-len", "--kv-cache-dtype", "-tp", "-pp", "--kv-transfer-config", "--shutdown-timeout", "--dtype", "-"]
+) | st.text(max_size=8)
+VALUE = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 4096)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.lists(st.text(), max_size=2)
+)
+KEYS = ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"]
+KEYS += ["layer_types", "sliding_window", "rope_parameters", "text_config", "kv_lora_rank", "attn_config", "model_type"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(extra=st.lists(WORD, max_size=5), changes=st.dictionaries(st.sampled_from(KEYS), VALUE, max_size=5))
+def test_whatever_is_given_is_served_or_refused_in_words(
+    extra: list[str], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with contextlib.suppress(HiSparseError):
+        command = words(str(checkpoint(tmp_path, **changes)), extra=extra)
+        assert command[len(command) - len(extra) :] == extra

@@ -72,20 +72,25 @@ class Checkpoint:
             values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot be read ({error}); fetch the model again") from None
+        if not isinstance(values, dict):
+            raise InputError(f"{path}: holds a {type(values).__name__}, not an object; fetch the model again")
         with contextlib.suppress(Exception):  # a kind of model that transformers does not know: what the file says
             from transformers import AutoConfig
 
             # Fills in what the file leaves out, such as the kinds of layers.
             values = AutoConfig.from_pretrained(path.parent, local_files_only=True).to_dict()
-        return cls(source, {**values, **(values.get("text_config") or {})})
+        inner = values.get("text_config")
+        return cls(source, {**values, **inner} if isinstance(inner, dict) else values)
 
     def number(self, *names: str) -> int:
-        """The first of these that is given; 0 for none."""
-        return next((int(self.text[name]) for name in names if self.text.get(name)), 0)
+        """The first of these that is a positive whole number; 0 for none."""
+        found = (self.text.get(name) for name in names)
+        return next((value for value in found if isinstance(value, int) and value > 0), 0)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return tuple(self.text.get("layer_types") or ())
+        found = self.text.get("layer_types")
+        return tuple(map(str, found)) if isinstance(found, list | tuple) else ()
 
     @property
     def heads(self) -> int:

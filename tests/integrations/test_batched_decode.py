@@ -297,7 +297,10 @@ def test_kernels_give_what_the_reference_gives(batch: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("rows", ["host", "device"])
 def test_tokens_on_a_gpu_are_those_on_the_cpu(rows: str) -> None:
     config = HiSparseConfig(
-        tlif={"scorer": "random", "prefix_length": PREFIX}, selection={**FEW, "rows": rows}, budget={"capacity": None}
+        tlif={"scorer": "random", "prefix_length": PREFIX},
+        selection={**FEW, "rows": rows},
+        budget={"capacity": None},
+        vtq={"page_size": 4},  # by default it is the device's: other pages, other tokens
     )
     ids, mask = left_padded([prompt(n, seed=n)[0] for n in (140, 230)])
     found = []

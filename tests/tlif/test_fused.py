@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +58,38 @@ def test_importance_is_the_networks(
     recent, values = rows[:past], rows[past:]
     found = weights_of(network).importance(values.to(DEVICE), recent.to(DEVICE), prefix, queries)  # type: ignore[attr-defined]
     torch.testing.assert_close(found.cpu().double(), exact(network, values, recent, prefix), rtol=0, atol=2e-6)
+
+
+def matrix_unit(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """``a @ b + total`` as Hopper's matrix units sum: 16 products a step, aligned to the largest nominal exponent, cut
+    off two bits below float32. (This model gave the H200's results bit for bit.)"""
+
+    def exponent(x: np.ndarray) -> np.ndarray:
+        return np.where(x == 0, -200, np.frexp(x)[1] - 1)
+
+    a, b, total = (x.astype(np.float64) for x in (a, b, total))
+    for k in range(0, a.shape[1], 16):
+        terms = np.concatenate([a[:, k : k + 16, None] * b[None, k : k + 16], total[:, None]], 1)
+        nominal = (exponent(a[:, k : k + 16])[:, :, None] + exponent(b[k : k + 16])[None]).max(1)
+        unit = np.exp2(np.maximum(nominal, exponent(total)) - 25.0)
+        total = (np.trunc(terms / unit[:, None]) * unit[:, None]).sum(1)
+        unit = np.exp2(exponent(total) - 23.0)
+        total = np.trunc(total / unit) * unit
+    return total.astype(np.float32)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has matrix units of its own")
+@pytest.mark.parametrize("features", [128, 512])
+def test_sums_of_matrix_units_are_exact_enough(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        return interpreter.TensorHandle(matrix_unit(a.data, b.data, total.data), total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    network, rows = network_and_rows(features, 200, 3)
+    found = weights_of(network).importance(rows[128:], rows[:128], 128)  # type: ignore[attr-defined]
+    torch.testing.assert_close(found.double(), exact(network, rows[128:], rows[:128], 128), rtol=0, atol=5e-7)
 
 
 def test_rows_of_zeros_and_single_rows_have_importance_too() -> None:

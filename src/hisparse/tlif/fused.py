@@ -72,7 +72,10 @@ def _importance(
 
     score = tl.zeros((Q, KEYS), tl.float32)
     square = tl.zeros((Q,), tl.float32)
+    # Matrix units cut a sum off at each step, two bits below float32: large terms are summed by themselves.
     hidden = tl.zeros((Q, HIDDEN), tl.float32)
+    hidden_before = tl.zeros((Q, HIDDEN), tl.float32)
+    rest = tl.zeros((Q, HIDDEN), tl.float32)
     p_key = p_rows + key.to(tl.int64)[:, None] * F + f[None, :]
     p_own = p_rows + row.to(tl.int64)[:, None] * F + f[None, :]
     p_first = p_weight + f[:, None] * HIDDEN + n[None, :]
@@ -88,10 +91,15 @@ def _importance(
         square += tl.sum(apart * apart, 1)
         for part in tl.static_range(3):
             p_part = p_first + (part * 2 * F + at) * HIDDEN
-            hidden = tl.dot(x, tl.load(p_part, mask=m_f[:, None], other=0.0).to(OPERAND), hidden)
+            newer = tl.load(p_part, mask=m_f[:, None], other=0.0).to(OPERAND)
             older = tl.load(p_part + F * HIDDEN, mask=m_f[:, None], other=0.0).to(OPERAND)
-            hidden = tl.dot(before, older, hidden)
+            if part == 0:
+                hidden = tl.dot(x, newer, hidden)
+                hidden_before = tl.dot(before, older, hidden_before)
+            else:
+                rest = tl.dot(before, older, tl.dot(x, newer, rest))
 
+    hidden += hidden_before + rest
     score = score * own_inverse[:, None] * inverse[None, :]
     similarity = tl.sum(tl.where(band, score, 0.0), 1) * share
     nearest = tl.max(tl.where(band, score, 0.0), 1)

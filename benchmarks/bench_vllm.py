@@ -9,7 +9,8 @@
 
 With `--claim` nothing is prefilled but a prompt's last tokens: `prefill_s` then says little, and rates at a million
 tokens can be measured in a minute. With `--needles` (a real model) every row is preceded by facts asked for in
-documents of a context's length.
+documents of a context's length. With `--profile` it is followed by the kernels of a few steps of the same kind, and by
+the microseconds from one layer's first kernel to the next one's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +53,8 @@ CLAIMS = {
 }
 VOCABULARY = 32000
 STEPS = 64
+PROFILED = 4
+"""Steps that are profiled together."""
 WARM = 20000
 """Tokens of a prompt that is read before the measured one."""
 
@@ -185,6 +189,38 @@ def measure(llm: Any, context: int, batch: int, claim: bool) -> dict[str, float]
     return {**found, "hot_hit_rate": round(hits / (hits + misses), 4)} if hits + misses else found
 
 
+def profile(llm: Any, context: int, batch: int, claim: bool) -> None:
+    """Print where the device's time goes in a few decode steps of such requests."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+    from vllm import SamplingParams
+
+    engine, draw = llm.llm_engine, random.Random(context + 1)
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True, detokenize=False)
+    for i in range(batch):
+        prompt = [draw.randrange(10, VOCABULARY) for _ in range(context + claim)]
+        engine.add_request(f"{time.monotonic_ns()}-{i}", {"prompt_token_ids": prompt}, params)
+    for _ in range(STEPS // 2):
+        engine.step()
+    with record(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(PROFILED):
+            engine.step()
+        torch.cuda.synchronize()
+    while engine.has_unfinished_requests():
+        engine.step()
+    events = [event for event in recorded.events() if event.device_type.name == "CUDA"]
+    events.sort(key=lambda event: event.time_range.start)
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        times[event.name.split("(")[0][-70:]].append(event.time_range.elapsed_us())
+    for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:24]:
+        mean = sum(each) / len(each)
+        print(f"  {sum(each) / PROFILED / 1e3:8.3f} ms a step, {len(each) / PROFILED:6.1f} of {mean:7.1f} us  {name}")
+    starts = [event.time_range.start for event in events if event.name.startswith("weigh_queries")]
+    print("  from layer to layer, us:", [round(b - a, 1) for a, b in pairwise(starts)][: len(starts) // PROFILED])
+
+
 def counted(model: Any = None) -> dict[str, float]:
     """What HiSparse counts and holds on one rank; empty for other engines."""
     from hisparse.errors import FormatError
@@ -266,8 +302,14 @@ def main() -> None:
     parser.add_argument("--claim", action="store_true", help="no prefill: random KV stands for the prompt's")
     parser.add_argument("--drift", type=float, default=0.3, help="of a shape: how much queries differ between tokens")
     parser.add_argument("--needles", nargs="*", type=Path, default=[], help="texts to hide facts in")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of some steps of each row")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.profile:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--profile: PyTorch finds no CUDA device here; leave it out")
 
     rows = []
     for kv in arguments.kv:
@@ -280,6 +322,8 @@ def main() -> None:
                 row["tensor_parallel"] = arguments.tensor_parallel
                 rows.append({**row, **measure(llm, context, batch, arguments.claim), **memory(llm, kv)})
                 print(json.dumps(rows[-1]), flush=True)
+                if arguments.profile:
+                    profile(llm, context, batch, arguments.claim)
         stop(llm)
     if arguments.out is not None:
         import torch

@@ -4,6 +4,8 @@
 
 The layer is what the engine runs between its projections, with blocks of random tokens and queries that drift
 (`--drift`: the share that is new in each step). Layers take turns, so that one finds little of its own in the L2 cache.
+`--weights` reads so many bytes of a matrix of its own before each layer, as an engine's projections do (`us` is less
+what that takes alone); `--seconds` does the same for so long before it is timed, as a server does: see `clock_mhz`.
 Needs a CUDA device, not vLLM. How exact the layer is, tests/vllm_engine says.
 """
 
@@ -11,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,36 +100,67 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     k, v = (torch.randn(batch, shape.heads, shape.dim, generator=make, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(queries[0])
 
-    def run(some: Tensor) -> None:
+    width = shape.q_heads * shape.dim
+    weights = [
+        torch.zeros(arguments.weights // (2 * width), width, dtype=torch.bfloat16, device=device) for _ in range(number)
+    ]
+    state = torch.zeros(width, dtype=torch.bfloat16, device=device)
+
+    def run(some: Tensor, attend: bool = True) -> None:
         for query in some:
-            for memory in layers:
-                memory.decode(query, k, v, step, out)
+            for memory, weight in zip(layers, weights, strict=True):
+                if len(weight):
+                    weight @ state
+                if attend:
+                    memory.decode(query, k, v, step, out)
 
     run(queries[:1])
     torch.cuda.synchronize()
-    graphs = []
-    for some in (queries[:WARM], queries[WARM:]):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            run(some)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    found, us = torch.zeros(4), 0.0
-    for _ in range(2):  # a graph's first replay takes longer
-        graphs[0].replay()
-        before = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0)
-        begin.record()
-        graphs[1].replay()
-        end.record()
-        torch.cuda.synchronize()
-        now = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0)
-        found, us = (now - before).cpu(), begin.elapsed_time(end) * 1e3 / STEPS / number
+    warm, timed = capture(partial(run, queries[:WARM])), capture(partial(run, queries[WARM:]))
+    alone = replay_us(capture(partial(run, queries[WARM:], False)), 0.0) if arguments.weights else 0.0
+    replay_us(timed, 0.0)  # a graph's first replay takes longer
+    replay_us(timed, arguments.seconds)
+    clock = clock_mhz()
+    warm.replay()
+    before = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0)
+    us = (replay_us(timed, 0.0) - alone) / STEPS / number
+    found = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0) - before
     hits, missed = int(found[0]), int(found[1])
     return {
         "shape": arguments.shape, "context": arguments.context, "batch": batch, "layers": number, "pool": blocks,
-        "anchors": arguments.anchors, "us": round(us, 1),
+        "anchors": arguments.anchors, "weights": arguments.weights,
+        "seconds": arguments.seconds, "clock_mhz": clock, "us": round(us, 1),
         "hit_rate": round(hits / max(hits + missed, 1), 3), "missed": round(missed / STEPS / number),
-        "kernels_us": kernels(graphs[1], STEPS * number),
+        "kernels_us": kernels(timed, STEPS * number),
     }  # fmt: skip
+
+
+def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+    """Microseconds of the last replay; replayed again and again for `seconds`, once at least."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stop = time.monotonic() + seconds
+    while True:
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if time.monotonic() >= stop:
+            return float(begin.elapsed_time(end)) * 1e3
+
+
+def clock_mhz() -> int | None:
+    """Of the multiprocessors, now; None without NVIDIA's management library."""
+    try:
+        return torch.cuda.clock_rate()
+    except (ImportError, RuntimeError):
+        return None
 
 
 def kernels(graph: torch.cuda.CUDAGraph, calls: int) -> dict[str, float]:
@@ -148,6 +184,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--pool", type=int, help="blocks of the pool; else what the requests need")
+    parser.add_argument("--weights", type=int, default=0, help="bytes of weights that are read before each layer")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of the same work before it is timed")
     parser.add_argument("--anchors", action="store_true", help="the last layer counts the anchor hit rate, too")
     parser.add_argument("--drift", type=float, default=0.3)
     parser.add_argument("--out", type=Path)

@@ -31,11 +31,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWINS: list[Any] = [reference]
 if importlib.util.find_spec("triton") is not None:
-    from hisparse.ops.attend import coordinates, kernels
+    from hisparse.ops.attend import kernels
     from hisparse.ops.attend import triton as sliced
 
     TWINS.append(sliced)
-SELECTIONS = [*TWINS, coordinates] if len(TWINS) > 1 else TWINS
 
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=lambda m: m.__name__.rsplit(".", 1)[-1])
 
@@ -287,7 +286,7 @@ def test_worth_of_rows_is_the_sum_of_roots_of_attention(
     share = score_sketch(sample, codes, scales, stats, 0.3).double().softmax(-1)
     worth = share.view(*share.shape[:2], rows, row_size).sum(-1).sqrt().sum((0, 1)).cpu()
     least = worth.topk(count).values[-1]
-    for twin in SELECTIONS:
+    for twin in TWINS:
         found = twin.select_for_chunk(sample, codes, scales, stats, 0.3, count)
         assert len(set(found.tolist())) == count
         # Float16 keys: rows whose worth differs by less than a percent may change places.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from hisparse.bench.measure import check, event_ms
 from hisparse.bench.past import Past
 from hisparse.bench.results import make_row
 from hisparse.bench.shapes import SHAPES
-from hisparse.bench.twins import name_of
 from hisparse.ops.attend import Packed, chunk_samples
 
 TOLERANCE = 1.2e-2  # of the bfloat16 output, against float64
@@ -103,15 +101,15 @@ def _recall(
     name: str, past: Past, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], budgets: list[int],
     shared: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    from hisparse.ops.attend import coordinates, reference
+    from hisparse.ops.attend import reference
     from hisparse.ops.attend import triton as sliced
 
     sample = q[:, chunk_samples(q.shape[1]).to(q.device)]
     context, chunk = past.context, q.shape[1]
-    for times, module in itertools.product(budgets, (sliced, coordinates)):
+    for times in budgets:
         count = min(past.rows, times * past.config.selection.budget(context) // past.row_format.tokens)
         sketches = (sample, past.codes, past.scales, past.layer.stats, past.scaling, count)
-        choose = partial(module.select_for_chunk, *sketches)
+        choose = partial(sliced.select_for_chunk, *sketches)
         rows = choose()
         best = set(reference.select_for_chunk(*sketches).tolist())
         check(f"selection for a chunk {name}", 1 - len(best & set(rows.tolist())) / count, LOST)
@@ -120,6 +118,6 @@ def _recall(
         ms = event_ms(lambda f=choose: attend(past.chosen(f())))  # type: ignore[misc]
         yield make_row(
             "prefill-recall", name, context, ms, error=error,
-            what=f"chunk {chunk}, {times} x the decode budget, by {name_of(module)}",
+            what=f"chunk {chunk}, {times} x the decode budget",
             bytes=count * past.row_format.page_bytes, rows=count, select_ms=round(event_ms(choose), 4), **shared,
         )  # fmt: skip

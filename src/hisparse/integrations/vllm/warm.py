@@ -165,8 +165,8 @@ def _prefill(memory: LayerMemory, plan: Plan) -> None:
         for number in (1, QUERY_TILE):
             scores = score_sketch(empty(plan.q_heads, number, layout.head_dim), codes, scales, stats, memory.scaling)
         select_rows(scores[:, :1], row.tokens, rows // 2)
-    keys = empty(layout.heads, CHUNK * row.tokens, layout.head_dim, dtype=torch.float16)
-    sample = empty(layout.heads, group * len(chunk_samples(CHUNK)), layout.head_dim, dtype=torch.float16)
+    keys = kernels.coordinates(codes, scales)
+    sample = empty(layout.heads, group * len(chunk_samples(CHUNK)), keys.shape[2], dtype=torch.float16)
     kernels.row_worth(keys, sample, empty(*sample.shape[:2], dtype=torch.float32), row.tokens)
 
 

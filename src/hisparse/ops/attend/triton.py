@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hisparse.ops.attend import Packed, flash3, kernels, reference
 from hisparse.ops.fetch import HostRows
-from hisparse.ops.sketch import score_sketch
 from hisparse.ops.unpack import unpack_into
 from hisparse.vtq.stats import ChannelStats
 
@@ -355,38 +354,22 @@ def attend_recalled(
     return reference.attend_recalled(q, k, v, dense_k, dense_v, kept, recalled, stats, scaling)
 
 
-KEYS = 1 << 15
-"""Sketched tokens whose keys are rebuilt at a time."""
-
-
-def sketched_keys(codes: Tensor, scales: Tensor, stats: ChannelStats) -> Tensor:
-    """float16 [H, n * R, D]: what the sketches say of the keys, less the mean key.
-
-    The scores of the unit vectors are a key's channels, so this needs no knowledge of how sketches are stored.
-    """
-    n, heads, row_size = scales.shape
-    dim = stats.head_dim
-    unit = torch.eye(dim, device=codes.device).expand(heads, dim, dim)
-    keys = torch.empty(heads, n * row_size, dim, dtype=torch.float16, device=codes.device)
-    step = max(1, KEYS // row_size)
-    for start in range(0, n, step):
-        part = score_sketch(unit, codes[start : start + step], scales[start : start + step], stats, 1.0)  # [H, D, n]
-        at = start * row_size
-        keys[:, at : at + part.shape[2]] = (part - stats.k_mean[..., None]).mT
-    return keys
-
-
 def select_for_chunk(
     sample: Tensor, codes: Tensor, scales: Tensor, stats: ChannelStats, scaling: float, count: int
 ) -> Tensor:
     """See :func:`hisparse.ops.attend.select_for_chunk`; `sample` [Hq, S, D] are the sampled queries.
 
-    Shares of attention do not change when the same vector is taken from all keys: less their mean, keys fit float16.
+    Keys and queries meet in the sketches' basis: no key is rebuilt. Shares of attention do not change when the same
+    vector is taken from all keys: less their mean, they fit float16. One pass of fused attention gives every query's
+    log-sum-exp, with which a second pass over the keys adds up the shares of rows without ever storing a score.
     """
     heads, dim = stats.heads, stats.head_dim
-    keys = sketched_keys(codes, scales, stats)
-    queries = (sample.reshape(heads, -1, dim).float() * (scaling * LOG2E)).half()
-    library: Library = "plain" if not keys.is_cuda or dim % 8 else "flash"
+    keys = kernels.coordinates(codes, scales)
+    width = 3 * codes.shape[3]
+    basis = stats.query_basis[..., :width]
+    queries = (sample.reshape(heads, -1, dim).float() @ basis * (scaling * LOG2E)).half()
+    queries = torch.nn.functional.pad(queries, (0, keys.shape[2] - width)).contiguous()
+    library: Library = "flash" if keys.is_cuda else "plain"
     _, lse = partial_attention(queries, keys, keys, 1 / LOG2E, library)
-    worth = kernels.row_worth(keys, queries.contiguous(), lse.contiguous() * LOG2E, scales.shape[2])
+    worth = kernels.row_worth(keys, queries, lse.contiguous() * LOG2E, scales.shape[2])
     return worth.topk(count, sorted=False).indices

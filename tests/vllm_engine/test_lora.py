@@ -55,7 +55,7 @@ def said(llm: Any, adapter: Path) -> list[list[int]]:
     from vllm.lora.request import LoRARequest
 
     prompt = torch.randint(0, 512, (300,), generator=torch.Generator().manual_seed(2)).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
     request = LoRARequest("random", 1, str(adapter))
     found = []
     for lora in (None, request) * 2:  # in turn: on a CPU stock vLLM applies an adapter to the whole batch

@@ -109,10 +109,23 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     _kept._warn.cache_clear()
     for _ in range(2):
         assert _kept.kept(["x"], Builds(), tmp_path / "file" / "kernels") == CODE
-    assert [("HISPARSE_CACHE" in record.message) for record in caplog.records] == [True]
+    assert [record.message.count("HISPARSE_CACHE") for record in caplog.records] == [1]
     monkeypatch.setenv("HISPARSE_CACHE", str(tmp_path / "file"))
     assert _kept.default_folder() is None
     assert _kept.kept(["x"], Builds(), None) == CODE
+    assert [record.message.count("HISPARSE_CACHE") for record in caplog.records] == [1, 1]
+
+
+def test_a_user_without_a_home_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("HISPARSE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    _kept._warn.cache_clear()
+    assert _kept.default_folder() is None
+    assert "no home; set HISPARSE_CACHE" in caplog.text
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from hisparse.errors import ModelError
 
+REMEDY = "set HISPARSE_CACHE to a directory you may write"
+
 
 def cache_directory() -> Path:
     """Where fetched and converted files live: ``$HISPARSE_CACHE``, else ``~/.cache/hisparse``.
@@ -25,14 +27,16 @@ def cache_directory() -> Path:
     ``$XDG_CACHE_HOME`` stands in for ``~/.cache``. Created when missing. Raises ModelError when it cannot be written.
     """
     named = os.environ.get("HISPARSE_CACHE")
-    base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hisparse"
-    remedy = "set HISPARSE_CACHE to a directory you may write"
+    try:
+        base = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hisparse"
+    except RuntimeError:  # neither $HOME nor an entry in the list of users, as in containers under a number
+        raise ModelError(f"cache directory: this user has no home; {REMEDY}") from None
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ModelError(f"cache directory {base}: {error.strerror}; {remedy}") from None
+        raise ModelError(f"cache directory {base}: {error.strerror}; {REMEDY}") from None
     if not os.access(base, os.W_OK):
-        raise ModelError(f"cache directory {base} is not writable; {remedy}")
+        raise ModelError(f"cache directory {base} is not writable; {REMEDY}")
     return base
 
 

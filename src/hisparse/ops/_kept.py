@@ -34,14 +34,9 @@ def name_of(parts: Sequence[str]) -> str:
 
 
 @cache
-def _warn(folder: str, reason: str) -> None:
+def _warn(reason: str) -> None:
     """Once for each reason."""
-    logger.warning(
-        "compiled kernels are not kept in %s (%s): every process compiles them again; set HISPARSE_CACHE to a "
-        "directory you may write",
-        folder,
-        reason,
-    )
+    logger.warning("compiled kernels are not kept, so every process compiles them again: %s", reason)
 
 
 def default_folder() -> Path | None:
@@ -51,7 +46,7 @@ def default_folder() -> Path | None:
     try:
         folder = cache_directory() / FOLDER
     except HiSparseError as error:
-        _warn("the cache directory", str(error))
+        _warn(str(error))
         return None
     return folder
 
@@ -68,6 +63,8 @@ def read(file: Path) -> bytes | None:
 
 def write(file: Path, code: bytes) -> None:
     """Keep `code` in `file`. Warns where that fails: it only costs time."""
+    from hisparse.models.fetch import REMEDY
+
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".partial")
@@ -79,7 +76,7 @@ def write(file: Path, code: bytes) -> None:
             os.unlink(name)
             raise
     except OSError as error:
-        _warn(str(file.parent), str(error.strerror))
+        _warn(f"{file.parent}: {error.strerror}; {REMEDY}")
 
 
 def kept(parts: Sequence[str], build: Callable[[], bytes], folder: Path | None) -> bytes:

@@ -314,10 +314,12 @@ def test_what_the_command_cannot_say_is_refused(changes: dict[str, Any], said: s
         (["--kv-transfer-config", "nixl"], "not JSON"),
         (["--disable-hybrid-kv-cache-manager"], "--disable-hybrid"),
         (["-pp", "two"], "--pipeline-parallel-size two"),
+        (["-tp", "9" * 5000], "--tensor-parallel-size 9+: give a whole number"),
         (["--max-model-len", "0"], "--max-model-len 0"),
         (["--max-model-len", "-5"], "--max-model-len -5"),
         (["--max-model-len", "many"], "--max-model-len many"),
         (["--max-model-len", "1.5K"], "--max-model-len 1.5K"),
+        (["--max-model-len", "9" * 400], "--max-model-len 9+: give a number"),
         (["--max-model-len=8193"], "made for 8192 tokens"),
         (["--shutdown-timeout", "soon"], "--shutdown-timeout soon"),
     ],
@@ -406,6 +408,7 @@ def test_odd_lengths_are_handed_on(length: str, tmp_path: Path) -> None:
 def test_a_wider_window_may_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(checkpoint(tmp_path))
     words(model, extra=["--max-model-len", "16K", "--hf-overrides", '{"max_position_embeddings": 16384}'])
+    words(model, extra=["--max-model-len", "16K", "--hf-overrides.max_position_embeddings", "16384"])
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     words(model, extra=["--max-model-len", "16K"])
 

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,14 +135,15 @@ class Checkpoint:
         given = options.get("--max-model-len")
         if given is None or given.strip().lower() in ("auto", "-1"):
             return window
-        number = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", given.strip())
-        length = int(float(number[1]) * UNITS.get(number[2], 1)) if number else 0
+        number = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmMgGtT]?)", given.strip())
+        length = int(Fraction(number[1]) * UNITS.get(number[2], 1)) if number else 0
         if length < 1 or (number and "." in number[1] and number[2] not in ("k", "m", "g", "t")):
             raise InputError(f"--max-model-len {given}: give a number of tokens such as 131072, 128K or auto")
         # Rotary scaling and what else may widen the window is left to vLLM.
         rope = text if isinstance(text := self.text.get("rope_parameters"), Mapping) else {}
         plain = rope.get("rope_type", "default") == "default" and not self.text.get("rope_scaling")
-        plain = plain and not self.text.get("model_max_length") and "--hf-overrides" not in options
+        plain = plain and not self.text.get("model_max_length")
+        plain = plain and not any(name.split(".")[0] == "--hf-overrides" for name in options)
         if 0 < window < length and plain and os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") == "0":
             raise InputError(
                 f"--max-model-len {given}: the model was made for {window} tokens; give at most that many, or say "
@@ -200,7 +202,7 @@ def check_options(options: Mapping[str, str], config: HiSparseConfig, checkpoint
 def count(options: Mapping[str, str], name: str) -> int:
     """A positive whole number, 1 where it is not given."""
     value = options.get(name, "1")
-    if not value.isdecimal() or int(value) < 1:
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < 1:
         raise InputError(f"{name} {value}: give a whole number from 1 on")
     return int(value)
 

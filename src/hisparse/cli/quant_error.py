@@ -24,8 +24,10 @@ def bench_quant_error(
     """Pack every block of a text under each rule and show the errors by block, worst first."""
     from json import dumps
 
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from transformers.utils.logging import disable_progress_bar
 
     from hisparse.cli.generate import check_writable
     from hisparse.cli.session import read_text
@@ -39,6 +41,7 @@ def bench_quant_error(
     settings = (HiSparseConfig() if config is None else HiSparseConfig.load(config)).vtq
     check_writable(json)
     content = read_text(text)[skip : skip + 12 * tokens]
+    disable_progress_bar()
     network, tokenizer = load_model(model)
     window = context_window(network)
     if window is not None and tokens > window:
@@ -64,14 +67,16 @@ def bench_quant_error(
         table.add_row(name, *(format(s[key], form) for s in summaries))
     console.print(table)
     if worst:
-        blocks = Table(title=f"Worst blocks under {report.rules[0].rule.name} (relative error of the attention output)")
+        # Ten columns in a terminal of 80: without borders between them.
+        title = f"Worst blocks under {report.rules[0].rule.name} (relative error of the attention output)"
+        blocks = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         names = [errors.rule.name for errors in report.rules]
         for name in ("layer", "head", "tokens", "K error", "V error", *names):
-            blocks.add_column(name, justify="right")
+            blocks.add_column(name.replace(" ", "\n"), justify="right", no_wrap=name == "tokens")
         for row in report.worst(worst):
             cells = [str(row["layer"]), str(row["head"]), "{}-{}".format(*row["tokens"])]
             cells += [f"{row['k_error']:.4f}", f"{row['v_error']:.4f}"]
-            blocks.add_row(*cells, *(f"{row['attention_error'][name]:.5f}" for name in names))
+            blocks.add_row(*cells, *(f"{row['attention_error'][name]:.4f}" for name in names))
         console.print(blocks)
     if json is not None:
         try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
+@lru_cache(maxsize=1024)
 def _stride(block_bytes: int, record: int) -> int:
     """The smallest divisor of `block_bytes` that is a multiple of ALIGN and holds `record` bytes; 0 for none."""
     for number in range(block_bytes // record, 0, -1):
@@ -301,7 +302,15 @@ class _Search:
 
     def largest(self, size: int) -> BlockLayout | None:
         """The layout of `size` bytes that keeps most pages."""
-        for pages in range(self.most, self.least - 1, -self.step):
+        record = self.record()
+        if size < max(self.page.page_bytes, record):
+            return None
+        strides = _stride(size, self.page.page_bytes), _stride(size, record) if record else 0
+        # A page more leaves fewer rows: more pages than these do not fit.
+        page = strides[0] * self.row.tokens - self.page.tokens * strides[1]
+        room = size * self.row.tokens - self.tokens * strides[1]
+        most = min(self.most, max(room, 0) // page // self.step * self.step) if page > 0 else self.most
+        for pages in range(most, self.least - 1, -self.step):
             layout = self.at(size, pages)
             if layout is not None:
                 return layout

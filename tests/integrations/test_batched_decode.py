@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_tools import PREFIX, VOCAB, Watcher, cache_for, greedy, left_padded, prompt, settings_of, tiny
+from hf_tools import PREFIX, Watcher, cache_for, greedy, left_padded, prompt, settings_of, tiny
 from test_packed_cache import READS_EVERYTHING, talk
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import hisparse.cache.decode
 import hisparse.cache.layer
@@ -21,6 +22,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import FormatError
 from hisparse.ops.decode import Pages
 
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FEW = {"min_tokens": 24, "root_factor": 0.0}
 
 
@@ -293,22 +295,50 @@ def test_kernels_give_what_the_reference_gives(batch: int, monkeypatch: pytest.M
     assert torch.allclose(*found, atol=5e-3 * float(found[0].abs().max()))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+class Forced(LogitsProcessor):
+    """Lets the tokens [B, n] be generated behind a prompt of so many tokens, whatever the logits."""
+
+    def __init__(self, tokens: Tensor, prompt: int) -> None:
+        self.tokens, self.prompt = tokens, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        one = self.tokens[:, input_ids.shape[1] - self.prompt, None].to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, one, 0.0)
+
+
 @pytest.mark.parametrize("rows", ["host", "device"])
-def test_tokens_on_a_gpu_are_those_on_the_cpu(rows: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_batched_steps_give_the_logits_of_single_ones(rows: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights leave tokens close to each other, and one of 31 codes or one of 24 rows that falls the other way
+    moves logits by a hundredth of their spread: so the tokens are given, and the logits compared."""
     config = HiSparseConfig(
         tlif={"scorer": "random", "prefix_length": PREFIX},
         selection={**FEW, "rows": rows},
         budget={"capacity": None},
-        vtq={"page_size": 4},  # by default it is the device's: other pages, other tokens
+        vtq={"page_size": 4},  # by default it is the device's: other pages, other logits
     )
     ids, mask = left_padded([prompt(n, seed=n)[0] for n in (140, 230)])
+    new = prompt(12, 2, seed=5)
     found = []
-    for device in ("cpu", "cuda"):
-        model = tiny(head_dim=64).to(device)
+    for place in ("cpu", device):
+        if found:
+            monkeypatch.setattr(integration, "batched", always)
+        model = tiny(head_dim=64).to(place)
         cache = cache_for(model, config)
-        assert cache.geometry.batched == (device == "cuda")
-        found.append(greedy(model, ids.to(device), cache, 12, attention_mask=mask.to(device)).cpu())
+        assert cache.geometry.batched == bool(found)
+        out = model.generate(
+            ids.to(place),
+            past_key_values=cache,
+            attention_mask=mask.to(place),
+            max_new_tokens=12,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([Forced(new, ids.shape[1])]),
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         cache.check_integrity()
-        assert int(found[-1].max()) < VOCAB
-    assert torch.equal(*found)
+        assert torch.equal(out.sequences[:, ids.shape[1] :].cpu(), new)
+        found.append(torch.stack(out.logits, 1).cpu())
+    spread = float(found[0].std())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.05 * spread)
+    assert float((found[1] - found[0]).std()) < 5e-3 * spread

@@ -35,7 +35,7 @@ def exact(network: Tlif, values: torch.Tensor, recent: torch.Tensor, prefix: int
         return second.squeeze(1).sigmoid()
 
 
-def weights_of(network: Tlif) -> object:
+def weights_of(network: Tlif) -> fused.FusedWeights:
     parameters = (network.first.weight, network.first.bias, network.second.weight, network.second.bias)
     return fused.FusedWeights(*(p.detach().to(DEVICE) for p in parameters))
 
@@ -52,11 +52,12 @@ def weights_of(network: Tlif) -> object:
 def test_importance_is_the_networks(
     features: int, prefix: int, tokens: int, past: int, queries: int, seed: int
 ) -> None:
-    queries = 64 if queries + prefix > 256 else queries
     past = min(past, prefix)
     network, rows = network_and_rows(features, past + tokens, seed)
     recent, values = rows[:past], rows[past:]
-    found = weights_of(network).importance(values.to(DEVICE), recent.to(DEVICE), prefix, queries)  # type: ignore[attr-defined]
+    weights = weights_of(network)
+    queries = queries if weights.holds_many(prefix) else 64
+    found = weights.importance(values.to(DEVICE), recent.to(DEVICE), prefix, queries)
     torch.testing.assert_close(found.cpu().double(), exact(network, values, recent, prefix), rtol=0, atol=2e-6)
 
 
@@ -88,7 +89,7 @@ def test_sums_of_matrix_units_are_exact_enough(features: int, monkeypatch: pytes
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
     network, rows = network_and_rows(features, 200, 3)
-    found = weights_of(network).importance(rows[128:], rows[:128], 128)  # type: ignore[attr-defined]
+    found = weights_of(network).importance(rows[128:], rows[:128], 128)
     torch.testing.assert_close(found.double(), exact(network, rows[128:], rows[:128], 128), rtol=0, atol=5e-7)
 
 
@@ -96,7 +97,7 @@ def test_rows_of_zeros_and_single_rows_have_importance_too() -> None:
     network, rows = network_and_rows(64, 70, 1)
     rows[10:30] = 0
     want = exact(network, rows, rows[:0], 16)
-    found = weights_of(network).importance(rows.to(DEVICE), rows[:0].to(DEVICE), 16)  # type: ignore[attr-defined]
+    found = weights_of(network).importance(rows.to(DEVICE), rows[:0].to(DEVICE), 16)
     torch.testing.assert_close(found.cpu().double(), want, rtol=0, atol=2e-6)
 
 

@@ -21,6 +21,8 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 QUERIES = 64  # tokens a program
 MANY_QUERIES, MANY = 128, 16384
 """Tokens a program where there are so many tokens that all multiprocessors have work all the same: half the time."""
+MANY_HIDDEN = 32
+"""Width of the first layer up to which MANY_QUERIES fit into a multiprocessor's memory."""
 LONGEST = 256 - QUERIES  # rows of a window
 FEATURES = 32  # of a row at a time
 SERVED = frozenset({512})
@@ -141,19 +143,21 @@ class FusedWeights:
         self.bias, self.second = padded(first_bias), padded(second[0])
         self.second_bias = float(second_bias)
 
+    def holds_many(self, prefix: int) -> bool:
+        """True where a program has room for MANY_QUERIES tokens and the rows of their windows."""
+        return prefix + MANY_QUERIES <= 256 and self.hidden <= MANY_HIDDEN
+
     def importance(self, values: Tensor, recent: Tensor, prefix: int, queries: int | None = None) -> Tensor:
         """float32 [T] of values bfloat16 [T, F] that follow recent [R <= prefix, F].
 
-        queries: tokens a program, 64 or 128, with the window's rows at most 256; None for what is fastest.
+        queries: tokens a program, 64, or 128 where `holds_many`; None for what is fastest.
         """
         tokens, past = len(values), len(recent)
         out = torch.empty(tokens, dtype=torch.float32, device=values.device)
         if not tokens:
             return out
         if queries is None:
-            # A wide first layer leaves no room for more.
-            many = tokens >= MANY and prefix + MANY_QUERIES <= 256 and self.hidden <= 32
-            queries = MANY_QUERIES if many else QUERIES
+            queries = MANY_QUERIES if tokens >= MANY and self.holds_many(prefix) else QUERIES
         rows = torch.cat((recent, values)).contiguous()
         norm = torch.empty(len(rows), dtype=torch.float32, device=values.device)
         _norms[(-(-len(rows) // NORM_ROWS),)](

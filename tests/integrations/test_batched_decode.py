@@ -21,6 +21,7 @@ from hisparse.cache.decode import BatchedDecode
 from hisparse.config import HiSparseConfig
 from hisparse.errors import FormatError
 from hisparse.ops.decode import Pages
+from hisparse.ops.scan import Chosen, reference, scan_and_select
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FEW = {"min_tokens": 24, "root_factor": 0.0}
@@ -309,8 +310,10 @@ class Forced(LogitsProcessor):
 @pytest.mark.parametrize("rows", ["host", "device"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_batched_steps_give_the_logits_of_single_ones(rows: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights leave tokens close to each other, and one of 31 codes or one of 24 rows that falls the other way
-    moves logits by a hundredth of their spread: so the tokens are given, and the logits compared."""
+    """Of random weights, tokens lie close to each other, and one row of six that is taken for another of nearly the
+    same worth can move logits by their spread. So the tokens are given, logits are compared where both take the rows
+    that the reference chooses, and the kernel's choice may differ from that in one row of fifty. (One of 31 codes that
+    falls the other way moves logits by less than a hundredth.)"""
     config = HiSparseConfig(
         tlif={"scorer": "random", "prefix_length": PREFIX},
         selection={**FEW, "rows": rows},
@@ -319,7 +322,17 @@ def test_batched_steps_give_the_logits_of_single_ones(rows: str, device: str, mo
     )
     ids, mask = left_padded([prompt(n, seed=n)[0] for n in (140, 230)])
     new = prompt(12, 2, seed=5)
-    found = []
+    found: list[Tensor] = []
+    taken: list[int] = []
+
+    def choose(*args: Any) -> Chosen:
+        chosen, expected = scan_and_select(*args), reference.scan_and_select(*args)
+        numbers = expected.number.tolist()
+        for ours, theirs, number in zip(chosen.rows.tolist(), expected.rows.tolist(), numbers, strict=True):
+            taken.extend([len(set(ours[:number]) - set(theirs[:number])), number])
+        return expected
+
+    monkeypatch.setattr(hisparse.cache.decode, "scan_and_select", choose)
     for place in ("cpu", device):
         if found:
             monkeypatch.setattr(integration, "batched", always)
@@ -340,5 +353,6 @@ def test_batched_steps_give_the_logits_of_single_ones(rows: str, device: str, mo
         assert torch.equal(out.sequences[:, ids.shape[1] :].cpu(), new)
         found.append(torch.stack(out.logits, 1).cpu())
     spread = float(found[0].std())
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.05 * spread)
-    assert float((found[1] - found[0]).std()) < 5e-3 * spread
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0.02 * spread)
+    assert sum(taken[1::2]) == 11 * 2 * 2 * 6  # steps, layers, sequences, rows
+    assert sum(taken[::2]) <= sum(taken[1::2]) / 50

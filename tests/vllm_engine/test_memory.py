@@ -362,6 +362,14 @@ def test_blocks_filled_with_random_content_can_be_read(name: str) -> None:
         filling.fill(request.pages[:1], True)
         filling.fill(request.pages[1:], False)
     assert torch.equal(before, engine.memory.blocks)  # what is there already stays
+    places = (0, 1000, -1)
+    for page, place in zip(request.pages, places, strict=False):
+        engine.memory.blocks[page, place] ^= 0x55  # a token lay there for a while
+    filling.fill(request.pages[:1], True)
+    filling.fill(request.pages[1:], False)
+    changed = (before != engine.memory.blocks)[request.pages].sum(1)
+    assert bool((changed[: len(places)] > 100).all())
+    assert not changed[len(places) :].any()
     for _ in range(30):
         found, _ = engine.decode([request])
         assert bool(found.isfinite().all())

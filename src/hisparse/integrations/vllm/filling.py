@@ -9,8 +9,6 @@ from hisparse.integrations.vllm.memory import LayerMemory
 
 TOGETHER = 256
 """Blocks that are packed at a time."""
-MARK = 64
-"""Bytes of a block, its last ones, that tell whether it still holds what it was filled with."""
 
 
 class Filling:
@@ -23,7 +21,9 @@ class Filling:
         self.memory, self.key_std = memory, key_std
         device = memory.blocks.device
         self.generator = torch.Generator(device=device).manual_seed(0)
-        self.marks = torch.zeros(len(memory.blocks), MARK, dtype=torch.uint8, device=device)
+        self.sums = torch.zeros(len(memory.blocks), dtype=torch.int64, device=device)
+        words = memory.blocks.shape[1] // 4
+        self.factors = torch.randint(1 << 62, (words,), generator=self.generator, device=device) * 2 + 1
         self.kind = torch.zeros(len(memory.blocks), dtype=torch.uint8, device=device)  # 1: later block, 2: first block
 
     @torch.no_grad()
@@ -31,15 +31,17 @@ class Filling:
         """Give random content to those of `blocks` that have none. first: they begin their sequences."""
         if not blocks:
             return
-        ids = torch.tensor(blocks, device=self.marks.device)
-        held = (self._marks(ids) == self.marks[ids]).all(1) & (self.kind[ids] == 1 + first)
-        for some in torch.split(ids[~held], TOGETHER):
-            self._pack(some, first)
-            self.marks[some] = self._marks(some)
-            self.kind[some] = 1 + first
+        for some in torch.split(torch.tensor(blocks, device=self.sums.device), TOGETHER):
+            held = (self._sums(some) == self.sums[some]) & (self.kind[some] == 1 + first)
+            lost = some[~held]
+            if len(lost):
+                self._pack(lost, first)
+                self.sums[lost] = self._sums(lost)
+                self.kind[lost] = 1 + first
 
-    def _marks(self, ids: Tensor) -> Tensor:
-        return self.memory.blocks[ids, -MARK:]
+    def _sums(self, ids: Tensor) -> Tensor:
+        """int64 [n]: of all words of each block, since a request's newest tokens may have lain anywhere in it."""
+        return (self.memory.blocks[ids].view(torch.int32) * self.factors).sum(1)
 
     def _pack(self, ids: Tensor, first: bool) -> None:
         memory, layout = self.memory, self.memory.layout

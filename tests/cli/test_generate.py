@@ -104,6 +104,32 @@ def test_sampling_follows_its_seed(cli: Any, tmp_path: Path, tiny_directory: Pat
     assert texts[0] != texts[2]
 
 
+@pytest.mark.parametrize("mode", ["full", "recall"])
+@pytest.mark.parametrize(
+    ("chunk", "question", "chunks"),
+    [(None, None, 0), (None, "How many?", 1), (250, None, 2), (250, "How many?", 3), (599, None, 0)],
+)
+def test_recall_is_counted_by_decode_steps_and_by_chunks(
+    cli: Any, tmp_path: Path, tiny_directory: Path, text_file: Path, chunk: int | None, question: str | None,
+    chunks: int, mode: str,
+) -> None:  # fmt: skip
+    """The text's first chunk finds nothing to recall, and the first new token comes out of the last one."""
+    config = write(tmp_path / "c.json", json.dumps({"prefill": {"mode": mode, "recall_max_tokens": 8}}).encode())
+    extra = [*(["--chunk", chunk] if chunk else []), *(["--question", question] if question else [])]
+    out = tmp_path / "out.json"
+    code, _, err = cli("generate", "-m", tiny_directory, "-f", text_file, "-c", config, "-n", 6, "--json", out, *extra)
+    assert code == 0, err
+    data = json.loads(out.read_text())
+    assert data["new_tokens"] > 2
+    # A last chunk of a single token is a step like those of the new tokens.
+    steps = data["new_tokens"] - 1 + (chunk == 599)
+    assert (data["recall"]["steps"], data["recall"]["chunks"]) == (steps, chunks)
+    said = " ".join(err.split())
+    assert f" in {steps} decode steps" in said
+    assert (f"{chunks} chunk" in said) == (chunks > 0)
+    assert ("1 chunk of the prompt" in said) == (chunks == 1)
+
+
 def write(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     return path

@@ -250,9 +250,9 @@ class BatchedDecode:
         self, store: LayerStore, rows: RecallRows, query: Tensor, step: Step, scaling: float, early: bool
     ) -> Pages:
         assert store.stats is not None  # rows exist, so something was packed
-        selection, row_bytes = store.geometry.config.selection, store.row_format.page_bytes
+        selection = store.geometry.config.selection
+        store.recalled.steps += len(step.most)
         if self.chosen is not None and not step.scan and not step.everything:
-            store.recalled.count(len(step.most), 0, selection.row_size, row_bytes)
             return self._recall_again(rows, self.chosen)
         followed = None if store.leads else self.shared.batch(step)
         chosen = followed or choose_rows(
@@ -260,7 +260,7 @@ class BatchedDecode:
         )
         if selection.share_layers > 1:
             self.shared.keep_batch(step, chosen)
-        store.recalled.count(len(step.most), sum(step.most), selection.row_size, row_bytes)
+        store.recalled.count(sum(step.most), selection.row_size, store.row_format.page_bytes)
         pages = bring_rows(rows, chosen, step.most, early)
         self.held, self.most, self.filled = None, step.most, pages.pool
         if selection.scan_interval > 1 and not step.everything:

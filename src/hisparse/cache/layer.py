@@ -29,15 +29,25 @@ CHUNK_BUDGET = 4
 
 @dataclass
 class Recalled:
-    """What was read back from rows so far."""
+    """What was read back from rows so far, in how many steps of one token and in how many longer chunks.
+
+    Steps and chunks are of one sequence each: a step of a batch of three counts three.
+    """
 
     steps: int = 0
+    chunks: int = 0
     rows: int = 0
     tokens: int = 0
     bytes: int = 0
 
-    def count(self, steps: int, rows: int, row_size: int, row_bytes: int) -> None:
-        self.steps += steps
+    def begin(self, tokens: int) -> None:
+        """Count a step or a chunk of `tokens` tokens that recalls."""
+        if tokens == 1:
+            self.steps += 1
+        else:
+            self.chunks += 1
+
+    def count(self, rows: int, row_size: int, row_bytes: int) -> None:
         self.rows += rows
         self.tokens += rows * row_size
         self.bytes += rows * row_bytes
@@ -104,15 +114,16 @@ class LayerStore:
         if not rows:
             return attend(q, k, v, dense_k, dense_v, kept, self.stats, scaling)
         chunk = q.shape[1]
+        self.recalled.begin(chunk)
         wanted = -(-self.geometry.config.selection.budget(view.length + chunk) // row_size)
         if self._reads_everything(chunk, wanted, rows):
             packed = [*kept, self._all_rows(view)]
-            self.recalled.count(chunk, rows, row_size, self.row_format.page_bytes)
+            self.recalled.count(rows, row_size, self.row_format.page_bytes)
             return attend(q, k, v, dense_k, dense_v, packed, self.stats, scaling)
         if chunk == 1:
             chosen = self._choose(q, row, view, wanted, scaling)
             packed = [*kept, Packed(self.rows.read(chosen, self.device), self.row_format)]
-            self.recalled.count(1, len(chosen), row_size, self.row_format.page_bytes)
+            self.recalled.count(len(chosen), row_size, self.row_format.page_bytes)
             return attend(q, k, v, dense_k, dense_v, packed, self.stats, scaling)
         prefill = self.geometry.config.prefill
         # Choosing once is cheaper from a few tokens on; a long chunk has no other way.
@@ -139,7 +150,7 @@ class LayerStore:
             chosen = select_for_chunk(q, *self._sketches(view.rows), self.stats, scaling, wanted)
             ids = view.rows[chosen].sort().values  # adjacent rows are read faster
             rows = Packed(rows.pages, self.row_format, ids)
-        self.recalled.count(q.shape[1], rows.count, self.row_format.tokens, self.row_format.page_bytes)
+        self.recalled.count(rows.count, self.row_format.tokens, self.row_format.page_bytes)
         return attend(q, k, v, dense_k, dense_v, [*kept, rows], self.stats, scaling)
 
     def _attend_token_by_token(
@@ -165,7 +176,7 @@ class LayerStore:
                 [select_rows(scores[:, t : t + 1], self.row_format.tokens, wanted) for t in range(count)]
             )
             pages = self.rows.read(ids[chosen].flatten(), self.device).view(count, -1, self.row_format.page_bytes)
-            self.recalled.count(count, chosen.numel(), self.row_format.tokens, self.row_format.page_bytes)
+            self.recalled.count(chosen.numel(), self.row_format.tokens, self.row_format.page_bytes)
             # The tile sees the chunk's earlier tokens as past: they join the dense slots.
             past_k, past_v = torch.cat([dense_k, k[:, :start]], dim=1), torch.cat([dense_v, v[:, :start]], dim=1)
             end = start + count

@@ -126,6 +126,10 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def summary(result: Result) -> None:
     """Print what a run cost and how it compares, on stderr."""
     from rich.console import Console
@@ -155,7 +159,10 @@ def summary_table(data: dict[str, Any]) -> Table:
         f"{tokens['kept']} kept packed, {tokens['set_aside']} set aside, {tokens['dense']} dense; "
         f"{tokens['anchors']} anchors, {data['blocks']} blocks",
     )
-    line("recalled", f"{recall['blocks']} rows, {size(recall['bytes'])}, in {recall['steps']} steps")
+    where = _number(recall["steps"], "decode step")
+    if recall["chunks"]:
+        where += f" and {_number(recall['chunks'], 'chunk')} of the prompt"
+    line("recalled", f"{recall['blocks']} rows, {size(recall['bytes'])}, in {where}")
     rate = data["new_tokens"] / seconds["decode"] if seconds["decode"] else 0.0
     line("seconds", f"prefill {seconds['prefill']:.2f}, decode {seconds['decode']:.2f} ({rate:.1f} tokens/s)")
     if "dense" in data:

@@ -319,13 +319,14 @@ class HiSparseCache(Cache):  # type: ignore[misc]
         )
 
     def _recall_counts(self) -> dict[str, int]:
-        """What was recalled, and where hot buffers are in use, which of the rows that scans chose they held. Waits for
-        the device."""
+        """What was recalled, in how many steps of one token and in how many longer chunks (of the layer with the most),
+        and where hot buffers are in use, which of the rows that scans chose they held. Waits for the device."""
         recalled = [store.recalled for store in self.stores]
         counts = [store.decode.counts() for store in self.stores if store.decode is not None]
         row, repeated = self.geometry.row_format, sum(again for _, _, again in counts)
         found = {
             "steps": max((r.steps for r in recalled), default=0),
+            "chunks": max((r.chunks for r in recalled), default=0),
             "rows": sum(r.rows for r in recalled) + repeated,
             "tokens": sum(r.tokens for r in recalled) + repeated * row.tokens,
             "bytes": sum(r.bytes for r in recalled) + repeated * row.page_bytes,

@@ -89,6 +89,13 @@ def test_divergence_and_agreement_match_a_forward_pass_without_any_cache(
     assert result.dense["token_agreement"] == pytest.approx((theirs.argmax(-1) == np.array(result.new_ids)).mean())
 
 
+def test_the_dense_comparison_is_announced(cli: Any, tiny_directory: Path, text_file: Path) -> None:
+    for extra in ([], ["--compare-dense"]):
+        code, _, err = cli("generate", "-m", tiny_directory, "-f", text_file, "-n", 2, *extra)
+        assert code == 0, err
+        assert ("The same with the dense cache ...\n" in err) == bool(extra)
+
+
 def test_new_tokens_are_the_greedy_choice_of_their_logits(tiny_directory: Path, text_file: Path) -> None:
     model, tokenizer = session.open_model(str(tiny_directory), "cpu", None)
     prompt = session.build_prompt(tokenizer, text_file.read_text())

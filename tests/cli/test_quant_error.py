@@ -18,6 +18,9 @@ def test_the_worst_blocks_are_legible_in_eighty_columns(
     )
     assert code == 0, err
     assert "Loading weights" not in err
+    # Nobody who redirects stderr is left wondering.
+    rules = ["5 rope", "5 peaks", "5 never", "4", "6"]
+    assert err.splitlines() == ["Reading 500 tokens ...", *(f"Rule {rule} ..." for rule in rules)]
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
     # layer, head, first and last token, and seven errors of four places

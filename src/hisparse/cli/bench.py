@@ -11,6 +11,7 @@ import typer
 
 from hisparse.cli.generate import Calibration, Chunk, ConfigFile, Device, Dtype, Model, Tlif, check_writable, write_json
 from hisparse.cli.kernels import add_commands
+from hisparse.cli.progress import announce
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -280,6 +281,7 @@ class _bar:  # noqa: N801 - used like a function
     """A progress bar on stderr; entering gives the function that moves it on by one."""
 
     def __init__(self, title: str, total: int) -> None:
+        self.title, self.total = title, total
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -288,6 +290,7 @@ class _bar:  # noqa: N801 - used like a function
         self.task = self.progress.add_task(title, total=total)
 
     def __enter__(self) -> Any:
+        announce(self.progress.console, f"{self.title}: {self.total} runs ...")
         self.progress.start()
         return lambda: self.progress.advance(self.task)
 

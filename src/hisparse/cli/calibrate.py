@@ -27,6 +27,7 @@ def calibrate(
     from rich.progress import Progress
 
     from hisparse.cli.generate import check_writable
+    from hisparse.cli.progress import announce
     from hisparse.cli.session import read_text
     from hisparse.identity import ModelIdentity
     from hisparse.models import load_model
@@ -40,7 +41,8 @@ def calibrate(
     network, tokenizer = load_model(model)
     pieces = sample_windows(tokenizer, texts, windows, length)
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) as bar:
+    announce(console, f"Reading {windows} windows of {length} tokens ...")
+    with Progress(console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("windows", total=windows)
         stats = measure(network, pieces, span, lambda done, _: bar.update(task, completed=done))
     names = ", ".join(path.name for path in corpus)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hisparse.cli.progress import announce
 from hisparse.errors import InputError
 
 
@@ -82,6 +83,7 @@ def distill(
 
         def report(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
+                announce(console, f"{stage}: {done} of {total} ...")
                 tasks[stage] = progress.add_task(stage, total=total)
             progress.update(tasks[stage], completed=done)
 

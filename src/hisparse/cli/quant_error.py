@@ -30,6 +30,7 @@ def bench_quant_error(
     from transformers.utils.logging import disable_progress_bar
 
     from hisparse.cli.generate import check_writable
+    from hisparse.cli.progress import phase
     from hisparse.cli.session import read_text
     from hisparse.config import HiSparseConfig
     from hisparse.errors import InputError
@@ -49,8 +50,8 @@ def bench_quant_error(
     stats = calibration_for(ModelIdentity.of(network), calibration)
     ids = tokenizer(content, return_tensors="pt", verbose=False)["input_ids"][0, :tokens]
     console = Console()
-    with Console(stderr=True).status("loading") as status:
-        report = quantisation_report(network, ids, settings, stats, queries=queries, kl=kl, progress=status.update)
+    with phase() as say:
+        report = quantisation_report(network, ids, settings, stats, queries=queries, kl=kl, progress=say)
 
     where = "calibrated" if report.calibrated else "no calibration file: first 512 tokens"
     title = f"{report.rules[0].k.numel()} blocks of {report.page_size} tokens x one KV head, {len(ids)} tokens, {where}"

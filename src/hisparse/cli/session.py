@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hisparse.cli.progress import phase
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -372,7 +373,6 @@ def complete(
 ) -> Result:
     """One whole run in a cache of its own; with `stream` the text goes to stdout as it comes, progress to stderr."""
     import torch
-    from rich.console import Console
     from transformers import TextStreamer
 
     cache = open_cache(model, config, tlif, calibration, keep_plans)
@@ -392,6 +392,6 @@ def complete(
         streamer=streamer,
     )
     if compare:
-        with Console(stderr=True).status("The same with the dense cache ..."):
+        with phase("The same with the dense cache ..."):
             result.dense = compare_dense(model, tokenizer, result, max_new_tokens)
     return result

@@ -156,7 +156,7 @@ def quantisation_report(
     chunk = ids.to(device)[None]
     step = max(1, TAIL // min(queries, TAIL))
     probe = Probe(positions=torch.arange(start, len(ids), step, device=device)[:queries])
-    say("reading the text")
+    say(f"Reading {len(ids)} tokens ...")
     with watching(model, probe):
         exact = model(input_ids=chunk, use_cache=False, logits_to_keep=TAIL).logits[0].float().log_softmax(-1)
     order = channel_order(model.config)
@@ -164,7 +164,7 @@ def quantisation_report(
     own = {i: stats[i].to(device) if stats else _first_chunk(probe.layers[i], order) for i in layers}
     results = []
     for rule in rules:
-        say(f"rule {rule.name}")
+        say(f"Rule {rule.name} ...")
         measured = [_layer_errors(probe.layers[i], own[i], rule, config, pages) for i in layers]
         divergence = None
         if kl:

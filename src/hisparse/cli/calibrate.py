@@ -31,6 +31,7 @@ def calibrate(
     from hisparse.cli.session import read_text
     from hisparse.identity import ModelIdentity
     from hisparse.models import load_model
+    from hisparse.models.bars import without_bars
     from hisparse.vtq.calibration import calibrate as measure
     from hisparse.vtq.calibration import sample_windows, save_calibration
 
@@ -38,7 +39,8 @@ def calibrate(
         raise InputError(f"output {output}: the name must end in .safetensors, as in {output.stem}.safetensors")
     check_writable(output)
     texts = [read_text(path) for path in corpus]
-    network, tokenizer = load_model(model)
+    with without_bars():
+        network, tokenizer = load_model(model)
     pieces = sample_windows(tokenizer, texts, windows, length)
     console = Console(stderr=True)
     announce(console, f"Reading {windows} windows of {length} tokens ...")

@@ -47,6 +47,7 @@ def distill(
     interrupted run goes on where it stopped when the same command is given again.
     """
     from hisparse.models import context_window, load_model
+    from hisparse.models.bars import without_bars
     from hisparse.tlif.distill import DistillPlan
     from hisparse.tlif.distill import distill as run
 
@@ -74,7 +75,8 @@ def distill(
         prefix_length=prefix_length,
     )
     console = Console(stderr=True)
-    loaded, tokenizer = load_model(model, device=device)
+    with without_bars():
+        loaded, tokenizer = load_model(model, device=device)
     window = context_window(loaded)
     if window is not None and chunk > window:
         raise InputError(f"chunk = {chunk}: the model {model} has {window} positions; give --chunk {window} or less")

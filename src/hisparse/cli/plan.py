@@ -124,17 +124,17 @@ def score_text(path: Path, model: str, tlif: Path | None, settings: HiSparseConf
     Only the embedding and layer 0's value projection run, so texts far longer than the model's window can be planned.
     """
     import torch
-    from transformers.utils import logging
 
     from hisparse.cli.session import build_prompt, read_text
     from hisparse.identity import ModelIdentity
     from hisparse.models import load_model
+    from hisparse.models.bars import without_bars
     from hisparse.tlif import scorer_for
     from hisparse.tlif.labels import layer0_values
 
     content = read_text(path)
-    logging.disable_progress_bar()
-    loaded, tokenizer = load_model(model)
+    with without_bars():
+        loaded, tokenizer = load_model(model)
     ids = build_prompt(tokenizer, content).document[0]
     identity = ModelIdentity.of(loaded)
     scorer = scorer_for(identity, settings.tlif, tlif)

@@ -27,7 +27,6 @@ def bench_quant_error(
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
-    from transformers.utils.logging import disable_progress_bar
 
     from hisparse.cli.generate import check_writable
     from hisparse.cli.progress import phase
@@ -36,14 +35,15 @@ def bench_quant_error(
     from hisparse.errors import InputError
     from hisparse.identity import ModelIdentity
     from hisparse.models import context_window, load_model
+    from hisparse.models.bars import without_bars
     from hisparse.vtq.calibration import calibration_for
     from hisparse.vtq.report import quantisation_report
 
     settings = (HiSparseConfig() if config is None else HiSparseConfig.load(config)).vtq
     check_writable(json)
     content = read_text(text)[skip : skip + 12 * tokens]
-    disable_progress_bar()
-    network, tokenizer = load_model(model)
+    with without_bars():
+        network, tokenizer = load_model(model)
     window = context_window(network)
     if window is not None and tokens > window:
         raise InputError(f"tokens = {tokens} is more than the model's window of {window}; use at most {window}")

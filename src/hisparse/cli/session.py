@@ -311,12 +311,11 @@ def compare_dense(model: Any, tokenizer: Any, result: Result, max_new_tokens: in
 def open_model(name: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """Load a model on "hisparse" attention: by default on CUDA where there is one, in float32 on the CPU."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     import hisparse.integrations.transformers  # noqa: F401 - registers the attention implementation
     from hisparse.models import load_model
+    from hisparse.models.bars import without_bars
 
-    disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries are told by our own error
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -327,7 +326,8 @@ def open_model(name: str, device: str | None, dtype: str | None) -> tuple[Any, A
         raise InputError(f"--device {where}: {reason}; use cpu, or cuda where PyTorch finds a GPU") from None
     if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
         raise InputError(f"--dtype {dtype}: unknown; use float32, bfloat16, float16 or auto")
-    model, tokenizer = load_model(name, dtype or ("float32" if target.type == "cpu" else "auto"), target)
+    with without_bars():
+        model, tokenizer = load_model(name, dtype or ("float32" if target.type == "cpu" else "auto"), target)
     model.set_attn_implementation("hisparse")
     return model, tokenizer
 

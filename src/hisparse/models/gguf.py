@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hisparse.errors import ModelError
+from hisparse.models.bars import without_bars
 from hisparse.models.fetch import cache_directory, locked, partial_directory, say, sha256
 
 _LAYOUT = 1  # part of the directory's name: raise it when the conversion itself changes
@@ -58,8 +59,8 @@ def converted(path: Path) -> Path:
         if target.is_dir():  # another process was quicker
             return target
         say(f"Converting {path.name} (once; about half a minute) ...")
-        model, tokenizer = _read(path)
-        with partial_directory(target) as partial:
+        with without_bars(), partial_directory(target) as partial:
+            model, tokenizer = _read(path)
             try:
                 model.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)

@@ -1,0 +1,30 @@
+"""`hisparse calibrate`: what it says, and that its file is one the cache takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse.cli import session
+from hisparse.identity import ModelIdentity
+from hisparse.vtq.calibration import calibration_for
+
+
+def test_it_says_what_it_does_and_draws_nothing_else(
+    cli: Any, tmp_path: Path, tiny_directory: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    out = tmp_path / "tiny.calibration.safetensors"
+    sizes = ("--windows", 3, "--length", 64)
+    code, stdout, err = cli("calibrate", "--model", tiny_directory, "--corpus", text_file, "-o", out, *sizes)
+    assert code == 0, err
+    assert stdout == ""
+    first, last = err.splitlines()
+    assert first == "Reading 3 windows of 64 tokens ..."
+    assert last.startswith(f"{out}: 2 layers x 2 KV heads x 16 channels, 3 windows of 64 tokens")
+    model, _ = session.open_model(str(tiny_directory), "cpu", None)
+    stats = calibration_for(ModelIdentity.of(model), out)
+    assert stats is not None
+    assert len(stats) == 2

@@ -328,6 +328,7 @@ def test_batched_steps_give_the_logits_of_single_ones(rows: str, device: str, mo
     def choose(*args: Any) -> Chosen:
         chosen, expected = scan_and_select(*args), reference.scan_and_select(*args)
         numbers = expected.number.tolist()
+        assert chosen.number.tolist() == numbers
         for ours, theirs, number in zip(chosen.rows.tolist(), expected.rows.tolist(), numbers, strict=True):
             taken.extend([len(set(ours[:number]) - set(theirs[:number])), number])
         return expected

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hisparse.tlif.network import Tlif
@@ -40,6 +41,20 @@ def weights_of(network: Tlif) -> fused.FusedWeights:
     return fused.FusedWeights(*(p.detach().to(DEVICE) for p in parameters))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that a kernel is to fill holds NaN before."""
+    empty = torch.empty
+
+    def filled(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", filled)
+        yield
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     features=st.sampled_from([64, 96, 128, 512]),
@@ -49,6 +64,9 @@ def weights_of(network: Tlif) -> fused.FusedWeights:
     queries=st.sampled_from([64, 128]),
     seed=st.integers(0, 2**31),
 )
+@example(features=512, prefix=128, tokens=200, past=128, queries=128, seed=0)
+@example(features=512, prefix=128, tokens=150, past=3, queries=64, seed=1)
+@example(features=512, prefix=1, tokens=129, past=0, queries=128, seed=2)
 def test_importance_is_the_networks(
     features: int, prefix: int, tokens: int, past: int, queries: int, seed: int
 ) -> None:

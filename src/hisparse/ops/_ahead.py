@@ -106,6 +106,10 @@ def _triton(executor: ThreadPoolExecutor) -> Iterator[None]:
     finally:
         for kernel in kernels:
             del kernel.run  # the class's again
+            for cache, *_ in list(kernel.device_caches.values()):
+                # Triton 3.7 keeps what did not compile, and would raise that error at every launch.
+                for key in [key for key, made in list(cache.items()) if isinstance(made, triton.FutureKernel)]:
+                    del cache[key]
 
 
 def _prepare_launch(kernel: Any) -> None:

@@ -26,6 +26,7 @@ from hisparse.cli.early import (
     count,
     read_words,
 )
+from hisparse.cli.words import take_model
 from hisparse.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ METRICS = {
 def serve(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="default, a directory, or a hub id; before any option of vLLM.")
+        str,
+        typer.Argument(help="default, a directory, or a hub id; not right behind an option that takes several values."),
     ] = "default",
     # No short names in this command: they would be found in vLLM's -sc, -pcp, -dph and the like.
     config: Annotated[Path | None, typer.Option("--config", help="hi-sparse-config.json; all keys optional.")] = None,
@@ -78,12 +80,12 @@ def serve(
 
     Any further option is handed to `vllm serve`: --max-model-len, --tensor-parallel-size, --port, ...
     """
-    extra = list(context.args)
-    if model.startswith("-"):  # an option of vLLM's where the model was left out
-        model, extra = "default", [model, *extra]
-    if "-h" in extra:  # not declared as an option, see `config`
+    words = [model, *context.args]  # the first of them is an option of vLLM's where one stands in front of the model
+    if "-h" in words:  # not declared as an option, see `config`
         typer.echo(context.get_help())
         return
+    named, extra = take_model(words)
+    model = "default" if named is None else named
     command = compose(model, config, tlif, calibration, block_tokens, extra, _machine())
     drain = _drain(command)
     print(shlex.join(command), flush=True)

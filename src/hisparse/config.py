@@ -19,6 +19,9 @@ from hisparse.errors import ConfigError
 BITS = Literal[4, 5, 6]
 CPU_PAGE, GPU_PAGE = 4, 16
 """Tokens a page where the configuration does not say."""
+_DOCUMENTED = '"Your own configuration" in README.md'
+_NAMED = 3
+"""Mistakes of a kind that are told of at most."""
 
 
 class _Section(BaseModel):
@@ -179,7 +182,7 @@ class HiSparseConfig(_Section):
     evict: Literal["host", "drop", "none"] = "host"
     hidden_size: int | None = Field(None, ge=1)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -239,28 +242,55 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _known_keys(model: type[BaseModel], path: tuple[str, ...]) -> list[str]:
-    for part in path:
-        annotation = model.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every key with its section: "vtq", "vtq.page_size", ..."""
+    found = []
+    for name, entry in model.model_fields.items():
+        found.append(prefix + name)
+        if isinstance(entry.annotation, type) and issubclass(entry.annotation, BaseModel):
+            found += _keys(entry.annotation, f"{prefix}{name}.")
+    return found
+
+
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _nearest(path: tuple[str, ...], known: list[str]) -> str | None:
+    """The known key that the last part of `path` most likely means: one of another section only where it is spelt so
+    or almost so."""
+    section = "".join(f"{part}." for part in path[:-1])
+    here = [key for key in known if key.startswith(section) and "." not in key[len(section) :]]
+    for keys, cutoff in ((known, 1.0), (here, 0.6), (known, 0.8)):
+        names = {key.rpartition(".")[2]: key for key in reversed(keys)}
+        if close := difflib.get_close_matches(path[-1], list(names), n=1, cutoff=cutoff):
+            return names[close[0]]
+    return None
 
 
 def _explain(error: ValidationError, model: type[BaseModel]) -> str:
-    lines = []
+    """One short sentence a problem, for at most `_NAMED` unknown keys and as many others."""
+    unknown: list[str] = []
+    others: list[str] = []
+    known = _keys(model)
     for item in error.errors():
         path = tuple(str(part) for part in item["loc"])
-        key = ".".join(path) or "config"
+        key, value = _short(".".join(path)), _short(repr(item["input"]))
         if item["type"] == "extra_forbidden":
-            known = _known_keys(model, path[:-1])
-            close = difflib.get_close_matches(path[-1], known, n=1)
-            hint = f'did you mean "{close[0]}"?' if close else f"known keys here: {', '.join(known)}"
-            lines.append(f'unknown key "{key}" (value {item["input"]!r}); {hint}')
+            close = _nearest(path, known) if len(unknown) < _NAMED else None
+            unknown.append(f'"{key}" = {value}' + (f' (did you mean "{close}"?)' if close else ""))
         elif item["type"] == "value_error":
-            where = f"{key}: " if path else ""
-            lines.append(f"{where}{item['ctx']['error']}")
+            others.append(f"{key}: {item['ctx']['error']}" if path else str(item["ctx"]["error"]))
+        elif item["type"] in ("model_type", "dict_type"):
+            others.append(f"{key} = {value}: must be an object {{...}} of keys")
         else:
-            lines.append(f"{key} = {item['input']!r}: {item['msg'][:1].lower()}{item['msg'][1:]}")
-    return "; ".join(lines)
+            others.append(f"{key} = {value}: {item['msg'][:1].lower()}{item['msg'][1:]}")
+    parts = []
+    if unknown:
+        parts.append(f"unknown key{'s' * (len(unknown) > 1)} {_few(unknown, ', ')}; see {_DOCUMENTED}")
+    return "; ".join([*parts, *([_few(others, "; ")] if others else [])])
+
+
+def _few(parts: list[str], between: str) -> str:
+    more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
+    return between.join(parts[:_NAMED]) + more

@@ -207,6 +207,7 @@ def test_what_was_compiled_ahead_is_loaded(loader: Builds) -> None:
         for _ in range(2):
             kernel = load()
             kernel.prefer_shared()((1, 1, 1), 32, [torch.empty(3, device="meta")], 0)
+            kernel(grid=(1, 1, 1), block=32, args=[3, 0.5, None], shared=64, overlap=True, together=True)
             idle.append((kernel.name, kernel.resident(32), kernel.prefer_shared() is kernel))
 
     background = _ahead.Background(call, 0, 2)

@@ -218,15 +218,7 @@ class _Idle(Kernel):
     def resident(self, block: int, shared: int = 0) -> int:
         return 1
 
-    def __call__(
-        self,
-        grid: tuple[int, int, int],
-        block: int,
-        args: Sequence[Tensor | int | float | None],
-        shared: int = 0,
-        overlap: bool = False,
-        together: bool = False,
-    ) -> None:
+    def __call__(self, *launch: Any, **how: Any) -> None:
         return
 
 

@@ -28,6 +28,8 @@ from torch import Tensor
 from hisparse.ops._cuda import read_source
 
 HERE = Path(__file__).parent
+WATCHED = 1 << 28
+"""Most bytes of a tensor whose changes are followed: larger ones, launches that overlap see as they are."""
 COMPILER = shutil.which("g++")
 INSTRUCTIONS = [  # PTX, its model
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32", "mma<false>"),
@@ -286,16 +288,15 @@ class EmulatedKernel:
             for storage, old, new in EmulatedKernel._changed:
                 if _bytes(storage) == new:
                     self._library.emu_hide(storage.data_ptr(), old, len(old))
-        before = [_bytes(storage) for storage in storages.values()]
+        watched = [storage for storage in storages.values() if storage.nbytes() <= WATCHED]
+        before = [_bytes(storage) for storage in watched]
         EmulatedKernel.seed += 1
         sizes = [ctypes.c_uint(n) for n in (*grid, block, shared, EmulatedKernel.seed, together)]
         message = self._launch(*sizes, *values)
         assert not message, f"{self.name}, seed {EmulatedKernel.seed}: {message.decode()}"
-        after = [_bytes(storage) for storage in storages.values()]
+        after = [_bytes(storage) for storage in watched]
         EmulatedKernel._changed = tuple(
-            (storage, old, new)
-            for storage, old, new in zip(storages.values(), before, after, strict=True)
-            if old != new
+            (storage, old, new) for storage, old, new in zip(watched, before, after, strict=True) if old != new
         )
 
 

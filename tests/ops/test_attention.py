@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,6 +138,53 @@ def test_grouped_queries_read_their_own_head(twin: Any, group: int, heads: int, 
     close(found, oracle(kept, 0.3, recalled), torch.float32)
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, or bytes that are NaN as steps of a page: what is left unwritten shows."""
+
+    def fill(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*size: Any, **options: Any) -> Tensor:
+            x = make(*size, **options)
+            return x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255) if x.dtype == torch.uint8 else x
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", fill(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", fill(torch.empty_like))
+
+
+@each_twin
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("heads", "group", "dim", "dtype"),
+    [
+        (1, 16, 256, torch.bfloat16), (2, 3, 256, torch.float32), (2, 9, 64, torch.float16),
+        (1, 12, 128, torch.float32), (1, 1, 256, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_wide_heads_and_many_queries_a_head(
+    twin: Any, heads: int, group: int, dim: int, dtype: torch.dtype, chunk: int
+) -> None:
+    """All of it by kernels, unpacking as well, in slices of one page or two."""
+    c = case(heads, group, dim, chunk, 5, [(3, 8), (5, 4)], dtype, seed=group)
+    scaling = dim**-0.5
+    kept, rows = c.packed
+    assert isinstance(rows.pages, Tensor)
+    chosen = torch.tensor([[t, (t + 2) % 5] for t in range(chunk)])
+    own = [Packed(rows.pages[ids], rows.fmt) for ids in chosen]
+    recalled = Packed(rows.pages[chosen], rows.fmt)
+    with pytest.MonkeyPatch.context() as patch:
+        if twin is not reference:
+            patch.setattr(twin, "WORKSPACE", 16 * 2 * heads * dim * dtype.itemsize)
+            patch.setenv("HISPARSE_BACKEND", "triton")
+        whole = twin.attend(*c.hand(), c.packed, c.stats, scaling)
+        each = twin.attend_recalled(*c.hand(), [kept], recalled, c.stats, scaling)
+    close(whole, oracle(c, scaling), dtype)
+    close(each, oracle(replace(c, packed=[kept]), scaling, own), dtype)
+
+
 @each_twin
 @settings(max_examples=50, deadline=None)
 @given(
@@ -265,8 +313,8 @@ def test_gathered_pages_are_those_asked_for(rows: int, size: int) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     heads=st.integers(1, 3),
-    group=st.integers(1, 4),
-    dim=st.sampled_from([64, 96, 128]),
+    group=st.sampled_from([1, 2, 3, 4, 9, 16]),
+    dim=st.sampled_from([64, 96, 128, 256]),
     chunk=st.integers(1, 120),
     rows=st.integers(1, 60),
     row_size=st.sampled_from([1, 3, 4, 8]),

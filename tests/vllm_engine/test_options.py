@@ -190,6 +190,14 @@ def test_the_model_may_be_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert command[-3:] == ["--max-model-len", "2048", "--enforce-eager"]
 
 
+def test_without_a_gpu_nothing_is_compiled_unless_asked_for() -> None:
+    assert "--enforce-eager" in words()
+    assert "--enforce-eager" not in words(machine={"gpus": 1, "memory": 0})
+    for asked in (["--no-enforce-eager"], ["-cc", "{}"], ["--compilation-config.mode=3"], ["-O2"], ["-O.mode=3"]):
+        assert "--enforce-eager" not in words(extra=asked)
+    assert words(extra=["--enforce-eager"]).count("--enforce-eager") == 1
+
+
 @pytest.mark.parametrize("word", ["-h", "--help"])
 def test_help_is_ours(word: str) -> None:
     run = typer.testing.CliRunner().invoke(app, ["serve", word])

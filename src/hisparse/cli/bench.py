@@ -9,16 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hisparse.cli.generate import Calibration, Chunk, ConfigFile, Device, Dtype, Model, Tlif, check_writable, write_json
-from hisparse.cli.kernels import add_commands
+from hisparse.cli.generate import (
+    Calibration,
+    Chunk,
+    ConfigFile,
+    Device,
+    Dtype,
+    Model,
+    Tlif,
+    check_folder,
+    check_writable,
+    write_json,
+)
+from hisparse.cli.kernels import Threads, add_commands, set_threads
 from hisparse.cli.progress import announce
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
 
     from hisparse.config import HiSparseConfig
     from hisparse.evaluate.caches import CacheFactory, HiSparseCaches
+    from hisparse.evaluate.needles import NeedleContext
 
 bench_app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Measure quality and speed beside the dense cache."
@@ -30,7 +43,6 @@ Texts = Annotated[
     typer.Option("--text", "-f", help="Held-out UTF-8 text; may be repeated. Hamlet, fetched once, if not given."),
 ]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; PyTorch's choice if not given.")]
 Economy = Annotated[
     bool, typer.Option("--economy/--no-economy", help="Measure the same configuration with 1-bit sketches too.")
 ]
@@ -86,13 +98,15 @@ def quality(
 
     settings = session.open_config(config)
     check_writable(json_out)
+    if scratch is not None:
+        check_folder("--scratch", scratch)
     suites = tuple(dict.fromkeys(suite or list(Suite)))
     if dense:
         suites = tuple(name for name in suites if name in _NEEDLE_SUITES)
         if not suites:
             raise InputError("--dense-only compares nothing in fidelity; add --suite single or --suite multi_key")
     sources = _read_texts(text)
-    _set_threads(threads)
+    set_threads(threads)
     loaded, tokenizer = session.open_model(model, device, dtype)
     longest = tokens if Suite.fidelity in suites else 0
     if any(name in suites for name in _NEEDLE_SUITES):
@@ -102,18 +116,21 @@ def quality(
     from hisparse.evaluate.caches import DenseCaches
 
     caches = [] if dense else _caches(settings, economy, tlif, calibration)
+    # All that the text may be too short for is made before the first suite runs: a later error would lose its results.
+    cut = _cut_windows(tokenizer, sources, tokens, windows, decode) if Suite.fidelity in suites else []
+    hay = "\n\n".join(sources.values())
+    hidden = {
+        name: _hide_needles(tokenizer, hay, name, needle_tokens, contexts, needles, seed)
+        for name in suites
+        if name is not Suite.fidelity
+    }
     result = _header(model, loaded, sources, settings, seed=seed, chunk=chunk)
     for name in suites:
         if name is Suite.fidelity:
-            result["fidelity"] = _run_fidelity(
-                loaded, tokenizer, sources, caches, tokens, windows, decode, chunk, scratch
-            )
+            result["fidelity"] = _run_fidelity(loaded, cut, caches, tokens, decode, chunk, scratch)
         else:
             kinds: list[CacheFactory] = [DenseCaches(), *caches]
-            hay = "\n\n".join(sources.values())
-            result[str(name)] = _run_needles(
-                loaded, tokenizer, hay, name, kinds, needle_tokens, contexts, needles, seed, chunk
-            )
+            result[str(name)] = _run_needles(loaded, tokenizer, hidden[name], kinds, needle_tokens, chunk)
     _print(_quality_table(result, suites))
     if json_out is not None:
         write_json(json_out, result)
@@ -148,7 +165,7 @@ def speed(
     settings = session.open_config(config)
     check_writable(json_out)
     sources = _read_texts(text)
-    _set_threads(threads)
+    set_threads(threads)
     loaded, tokenizer = session.open_model(model, device, dtype)
     session.check_window(loaded, tokens, 0)
 
@@ -188,13 +205,6 @@ def _read_texts(paths: list[Path] | None) -> dict[str, str]:
     return {"hamlet.txt": book()}
 
 
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
 def _caches(
     settings: HiSparseConfig, economy: bool, tlif: Path | None, calibration: Path | None
 ) -> list[HiSparseCaches]:
@@ -228,30 +238,48 @@ def _header(name: str, model: Any, sources: dict[str, str], settings: HiSparseCo
     }
 
 
+def _cut_windows(tokenizer: Any, sources: dict[str, str], tokens: int, count: int, decode: int) -> list[Tensor]:
+    """Windows of `tokens` and the token that follows, int64 [1, tokens + 1] each. Raises InputError where a text is too
+    short for them, or they for `decode`."""
+    from hisparse.evaluate.fidelity import check_decoded
+    from hisparse.evaluate.texts import windows
+
+    check_decoded(tokens, decode)
+    cut = []
+    for name, text in sources.items():
+        try:
+            cut += windows(tokenizer, text, tokens + 1, count)
+        except InputError as error:
+            raise InputError(f"--text {name}, --tokens {tokens}: {error}") from None
+    return cut
+
+
+def _hide_needles(
+    tokenizer: Any, hay: str, name: Suite, tokens: int, count: int, needles: int, seed: int
+) -> list[NeedleContext]:
+    from hisparse.evaluate.needles import Kind, build_contexts
+
+    kind: Kind = "single" if name is Suite.single else "multi_key"
+    return build_contexts(tokenizer, hay, kind, tokens, count, needles=needles, seed=seed)
+
+
 def _run_needles(
     model: Any,
     tokenizer: Any,
-    hay: str,
-    name: Suite,
+    contexts: list[NeedleContext],
     kinds: list[CacheFactory],
     tokens: int,
-    count: int,
-    needles: int,
-    seed: int,
     chunk: int | None,
 ) -> dict[str, Any]:
-    from hisparse.evaluate.needles import Kind, build_contexts
     from hisparse.evaluate.retrieval import retrieve
 
-    kind: Kind = "single" if name is Suite.single else "multi_key"
-    contexts = build_contexts(tokenizer, hay, kind, tokens, count, needles=needles, seed=seed)
-    with _bar(kind, count * len(kinds)) as advance:
+    with _bar(contexts[0].kind, len(contexts) * len(kinds)) as advance:
         found = retrieve(model, tokenizer, contexts, kinds, chunk=chunk, progress=advance)
     baseline, *others = found
     return {
         "tokens": tokens,
-        "contexts": count,
-        "needles": needles if kind == "multi_key" else 1,
+        "contexts": len(contexts),
+        "needles": len(contexts[0].needles),
         baseline.name: baseline.to_json(),
         **{other.name: other.to_json(baseline) for other in others},
     }
@@ -259,19 +287,15 @@ def _run_needles(
 
 def _run_fidelity(
     model: Any,
-    tokenizer: Any,
-    sources: dict[str, str],
+    cut: list[Tensor],
     caches: list[HiSparseCaches],
     tokens: int,
-    count: int,
     decode: int,
     chunk: int | None,
     scratch: Path | None,
 ) -> dict[str, Any]:
     from hisparse.evaluate.fidelity import fidelity
-    from hisparse.evaluate.texts import windows
 
-    cut = [window for text in sources.values() for window in windows(tokenizer, text, tokens + 1, count)]
     with _bar("fidelity", len(cut) * (1 + len(caches))) as advance:
         found = fidelity(model, cut, caches, decode, chunk=chunk, scratch=scratch, progress=advance)
     return {"tokens": tokens, "decoded": decode, "windows": len(cut), **found}

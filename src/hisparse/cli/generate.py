@@ -103,6 +103,19 @@ def check_writable(path: Path | None) -> None:
         raise InputError(f"{path}: cannot be written ({error.strerror}); create its folder or name another") from None
 
 
+def check_folder(option: str, folder: Path) -> None:
+    """Make `folder` if it is not there. Raises InputError where it is no folder, or takes no files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe.partial"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"{option} {folder}: no folder that files can be written to ({error.strerror}); name another"
+        ) from None
+
+
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 

@@ -20,10 +20,21 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", help="Results file or folder (then <gpu>-<date>.json in it); rows are merged into it."),
 ]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; PyTorch's choice if not given.")
+]
 Commit = Annotated[str | None, typer.Option("--commit", help="Commit to name in the results; git's if not given.")]
 TwinName = Annotated[
     str | None, typer.Option("--twin", help="Kernel to measure: triton or cuda; the one in use if not given.")
 ]
+
+
+def set_threads(threads: int | None) -> None:
+    """Let PyTorch use so many threads of the CPU; None leaves it its own choice."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -174,7 +185,7 @@ def pack(
 def plan(
     shape: Shapes = None,
     context: Contexts = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice if not given.")] = None,
+    threads: Threads = None,
     out: Out = None,
     commit: Commit = None,
 ) -> None:
@@ -183,8 +194,7 @@ def plan(
 
     from hisparse.bench import plan as bench
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
     rows = (
         row for name in _shapes(shape) for tokens in context or [1 << 20] for row in bench.run(name, tokens, devices)
@@ -195,7 +205,7 @@ def plan(
 def tlif(
     shape: Shapes = None,
     context: Contexts = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; PyTorch's choice if not given.")] = None,
+    threads: Threads = None,
     out: Out = None,
     commit: Commit = None,
 ) -> None:
@@ -204,8 +214,7 @@ def tlif(
 
     from hisparse.bench import tlif as bench
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = (
         row for name in _shapes(shape) for tokens in context or [1 << 17] for row in bench.run(name, tokens, device)

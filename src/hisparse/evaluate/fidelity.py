@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from hisparse.errors import InputError
@@ -119,7 +119,7 @@ def dense_logits(model: Any, window: Tensor, decoded: int, scratch: Path | None 
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"logits": logits.cpu()}, part)
+            part.write_bytes(save({"logits": logits.cpu()}))
             part.replace(path)
         except (OSError, SafetensorError) as error:
             part.unlink(missing_ok=True)
@@ -131,6 +131,15 @@ def _key(model: Any, window: Tensor, decoded: int) -> str:
     parts = [json.dumps(ModelIdentity.of(model).to_metadata(), sort_keys=True), str(model.dtype), torch.__version__]
     digest = hashlib.sha256("\n".join([*parts, str(decoded), *map(str, window[0].tolist())]).encode())
     return digest.hexdigest()[:32]
+
+
+def check_decoded(tokens: int, decoded: int) -> None:
+    """Raise InputError unless a window of `tokens` has `decoded` tokens to decode and one before them to prefill."""
+    if not 1 <= decoded < tokens:
+        raise InputError(
+            f"{decoded} tokens to decode in a window of {tokens}: decode 1 to {tokens - 1}, so that one is left to "
+            "prefill, or take a longer window"
+        )
 
 
 def fidelity(
@@ -151,9 +160,7 @@ def fidelity(
     """
     if not windows or not factories:
         raise InputError(f"{len(windows)} windows on {len(factories)} kinds of cache: give at least one of each")
-    if decoded < 1 or any(window.shape[1] < decoded + 2 for window in windows):
-        shortest = min(window.shape[1] - 1 for window in windows)
-        raise InputError(f"{decoded} tokens to decode in a window of {shortest}: at least one, and one left to prefill")
+    check_decoded(min(window.shape[1] - 1 for window in windows), decoded)
     parts: dict[str, list[Divergence]] = {factory.name: [] for factory in factories}
     reports: dict[str, list[dict[str, Any]]] = {factory.name: [] for factory in factories}
     for window in windows:

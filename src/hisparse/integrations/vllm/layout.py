@@ -39,9 +39,15 @@ def _up(size: int, unit: int) -> int:
 @lru_cache(maxsize=1024)
 def _stride(block_bytes: int, record: int) -> int:
     """The smallest divisor of `block_bytes` that is a multiple of ALIGN and holds `record` bytes; 0 for none."""
-    for number in range(block_bytes // record, 0, -1):
-        if block_bytes % number == 0 and block_bytes // number % ALIGN == 0:
-            return block_bytes // number
+    whole, least = block_bytes // ALIGN, -(-record // ALIGN)
+    root = math.isqrt(whole)
+    # Of two numbers whose product is `whole`, one is at most its root: no more than that many are tried.
+    for stride in range(least, root + 1):
+        if whole % stride == 0:
+            return stride * ALIGN
+    for number in range(min(whole // least, root), 0, -1):
+        if whole % number == 0:
+            return whole // number * ALIGN
     return 0
 
 
@@ -158,8 +164,13 @@ class BlockLayout:
 
     def capacity(self, context: int) -> float:
         """Bytes of `context` tokens in a dense bfloat16 cache over the bytes of the blocks they take here."""
-        blocks = -(-context // self.tokens) + min(self.ring_blocks, -(-context // self.ring_tokens))
-        return context * 4 * self.heads * self.head_dim / (blocks * self.block_bytes)
+        return _capacity(self.page, self.tokens, self.tail, self.token_bytes, self.block_bytes, context)
+
+
+def _capacity(page: PageFormat, tokens: int, tail: int, token_bytes: int, block_bytes: int, context: int) -> float:
+    ring_tokens = block_bytes // token_bytes
+    blocks = -(-context // tokens) + min(-(-(tokens + tail) // ring_tokens), -(-context // ring_tokens))
+    return context * 4 * page.heads * page.head_dim / (blocks * block_bytes)
 
 
 def head_tokens(page_tokens: int, row_tokens: int) -> int:
@@ -181,8 +192,8 @@ def choose_layout(
     heads: KV heads on this rank; beside: share of the KV memory that is not blocks. Where no layout meets
     `budget.capacity` (a short context, whose dense tail weighs too much) and `selection.sketch_bits` was not given,
     sketches of one bit are tried. Where they do not meet it either, the smallest block of the configuration is taken;
-    compare :meth:`BlockLayout.capacity`. Raises ConfigError for block sizes that cannot be cut into pages and rows,
-    FormatError for head sizes that pages or sketches cannot hold.
+    compare :meth:`BlockLayout.capacity`. Raises ConfigError for block sizes that cannot be cut into pages and rows or
+    that no request fills, FormatError for head sizes that pages or sketches cannot hold.
     """
     vtq, selection = config.vtq, config.selection
     quantised = vtq.enable_per_block_quant
@@ -194,33 +205,45 @@ def choose_layout(
     row = fmt(selection.row_size if config.evict == "host" else vtq.page_tokens())
     head = head_tokens(page.tokens, row.tokens)
     unit = math.lcm(page.tokens, row.tokens)
+    usual = _up(max(DEFAULT_TOKENS, 2 * head), unit)
     if tokens % unit or tokens < 2 * head:
         raise ConfigError(
             f"hisparse_block_tokens = {tokens}: a block has to be at least {2 * head} tokens and a multiple of "
-            f"vtq.page_size = {page.tokens} and selection.row_size = {row.tokens}; use "
-            f"{_up(max(DEFAULT_TOKENS, 2 * head), unit)}"
+            f"vtq.page_size = {page.tokens} and selection.row_size = {row.tokens}; use {usual}"
+        )
+    if tokens > max(context, usual):
+        raise ConfigError(
+            f"hisparse_block_tokens = {tokens}: only whole blocks are packed, and no request has more than {context} "
+            f"tokens (--max-model-len, or the model's window); use {usual}"
         )
     search = _Search(config, page, row, dtype, tokens, head, selection.sketch_bits)
     target = config.budget.capacity
-    dense = tokens * 4 * heads * head_dim
     if config.evict == "none" or target is None:
         return search.smallest(search.most)
-    best = _best(search, context, target / (1 - beside), dense)
+    best = _best(search, context, target / (1 - beside))
     if best is None and config.evict == "host" and "sketch_bits" not in selection.model_fields_set:
-        best = _best(replace(search, sketch_bits=1), context, target / (1 - beside), dense)
+        best = _best(replace(search, sketch_bits=1), context, target / (1 - beside))
     return best or search.smallest(search.least)
 
 
-def _best(search: _Search, context: int, target: float, dense: int) -> BlockLayout | None:
-    """The layout that keeps most tokens at capacity `target`; dense: bfloat16 bytes of a block's tokens."""
+def _best(search: _Search, context: int, target: float) -> BlockLayout | None:
+    """The layout that keeps most tokens at capacity `target`."""
+    tokens, tail, token_bytes = search.tokens, search.config.tlif.prefix_length, search.token_bytes
+    channels = search.page.heads * search.page.head_dim
+    dense = tokens * 4 * channels
+    # No larger blocks meet the target, even if the ring took no more than its tokens in the model's dtype.
+    room = context * 4 * channels / target - min(tokens + tail, context) * token_bytes
+    most = min(_up(int(dense / target), ALIGN), _up(max(int(room), 0) // -(-context // tokens) + 1, ALIGN))
     best: BlockLayout | None = None
-    for size in range(_up(int(dense / target), ALIGN), int(dense / target / 4), -ALIGN):
-        layout = search.largest(size)
-        if layout is None:
+    least = search.least
+    for size in range(most, max(int(dense / target / 4), token_bytes - 1), -ALIGN):
+        if search.fitting(size, search.page_record, search.record) < least:
+            break  # nor will smaller blocks hold as many pages
+        if _capacity(search.page, tokens, tail, token_bytes, size, context) < target:
             continue
-        better = best is None or layout.other.pages > best.other.pages
-        if better and layout.capacity(context) >= target:
-            best = layout
+        layout = search.largest(size, least)
+        if layout is not None:
+            best, least = layout, layout.other.pages + search.step
     return best
 
 
@@ -239,7 +262,7 @@ class _Search:
         """Pages are added so many at a time, so that the others fill whole rows."""
         return self.row.tokens // math.gcd(self.page.tokens, self.row.tokens)
 
-    @property
+    @cached_property
     def most(self) -> int:
         if self.config.evict == "none":
             return self.tokens // self.page.tokens
@@ -247,11 +270,22 @@ class _Search:
             self.least, int(self.config.budget.max_keep * self.tokens) // self.page.tokens // self.step * self.step
         )
 
-    @property
+    @cached_property
     def least(self) -> int:
         wanted = math.ceil(self.config.budget.min_keep * self.tokens / self.page.tokens)
         return _up(max(wanted, 1), self.step)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's K and V in the model's dtype."""
+        return 2 * self.page.heads * self.page.head_dim * self.dtype.itemsize
+
+    @property
+    def page_record(self) -> int:
+        """Bytes of a page in a block, at least."""
+        return _up(self.page.page_bytes, ALIGN)
+
+    @cached_property
     def record(self) -> int:
         """Bytes of a row's record; 0 where there are no rows."""
         if self.config.evict != "host":
@@ -261,64 +295,68 @@ class _Search:
             return _up(sketch, ALIGN)
         return _up(sketch, ALIGN) + self.row.page_bytes
 
+    def rows(self, pages: int, head: int = 0) -> int:
+        """Rows beside `pages` pages and a head of `head` tokens."""
+        return (self.tokens - head - pages * self.page.tokens) // self.row.tokens if self.record else 0
+
+    def fitting(self, size: int, page_stride: int, row_stride: int, head: int = 0, taken: int = 0) -> int:
+        """The most pages that fit `size` bytes with the rows beside them, negative for none.
+
+        head: tokens in the model's dtype; taken: pages whose place they take.
+        """
+        # A page more leaves fewer rows, in bytes times row.tokens:
+        page = page_stride * self.row.tokens - row_stride * self.page.tokens
+        room = (size - taken * page_stride) * self.row.tokens - (self.tokens - head) * row_stride
+        if page > 0:
+            return min(self.most, room // page // self.step * self.step)
+        most = min(self.most, (self.tokens - head) // self.page.tokens // self.step * self.step)
+        return most if most * page <= room else -1
+
     def at(self, size: int, pages: int) -> BlockLayout | None:
         """The layout of blocks of `size` bytes that keep `pages` pages; None where they do not fit."""
-        record = self.record()
+        record, token_bytes = self.record, self.token_bytes
         page_stride = _stride(size, self.page.page_bytes) if size >= self.page.page_bytes else 0
         row_stride = _stride(size, record) if 0 < record <= size else 0
-        token_bytes = 2 * self.page.heads * self.page.head_dim * self.dtype.itemsize
         if not page_stride or bool(record) != bool(row_stride) or size < token_bytes:
             return None
-
-        def rows(first: bool, kept: int) -> int:
-            aside = self.tokens - kept * self.page.tokens - (self.head if first else 0)
-            return aside // self.row.tokens if record else 0
-
-        other = Counts(pages, rows(False, pages))
+        other = Counts(pages, self.rows(pages))
         if pages * page_stride + other.rows * row_stride > size:
             return None
         taken = -(-self.head * token_bytes // page_stride)
         full = (self.tokens - self.head) // self.page.tokens
-        for kept in range(min(pages, full // self.step * self.step), -1, -self.step):
-            if self.config.evict == "none" and kept != full:
-                return None
-            first = Counts(kept, rows(True, kept))
-            if (taken + kept) * page_stride + first.rows * row_stride <= size:
-                return BlockLayout(
-                    self.tokens,
-                    self.config.tlif.prefix_length,
-                    self.page,
-                    self.row,
-                    self.dtype,
-                    self.sketch_bits,
-                    self.config.selection.rows == "device",
-                    size,
-                    page_stride,
-                    row_stride,
-                    first,
-                    other,
-                )
-        return None
-
-    def largest(self, size: int) -> BlockLayout | None:
-        """The layout of `size` bytes that keeps most pages."""
-        record = self.record()
-        if size < max(self.page.page_bytes, record):
+        kept = min(pages, full // self.step * self.step, self.fitting(size, page_stride, row_stride, self.head, taken))
+        first = Counts(kept, self.rows(kept, self.head))
+        if kept < 0 or (self.config.evict == "none" and kept != full):
             return None
-        strides = _stride(size, self.page.page_bytes), _stride(size, record) if record else 0
-        # A page more leaves fewer rows: more pages than these do not fit.
-        page = strides[0] * self.row.tokens - self.page.tokens * strides[1]
-        room = size * self.row.tokens - self.tokens * strides[1]
-        most = min(self.most, max(room, 0) // page // self.step * self.step) if page > 0 else self.most
-        for pages in range(most, self.least - 1, -self.step):
-            layout = self.at(size, pages)
-            if layout is not None:
-                return layout
-        return None
+        if (taken + kept) * page_stride + first.rows * row_stride > size:
+            return None
+        return BlockLayout(
+            self.tokens,
+            self.config.tlif.prefix_length,
+            self.page,
+            self.row,
+            self.dtype,
+            self.sketch_bits,
+            self.config.selection.rows == "device",
+            size,
+            page_stride,
+            row_stride,
+            first,
+            other,
+        )
+
+    def largest(self, size: int, least: int) -> BlockLayout | None:
+        """The layout of `size` bytes that keeps most pages, `least` or more."""
+        if size < max(self.page.page_bytes, self.record):
+            return None
+        row_stride = _stride(size, self.record) if self.record else 0
+        pages = self.fitting(size, _stride(size, self.page.page_bytes), row_stride)
+        # Where the first block does not fit beside so many pages, it does not fit beside fewer.
+        return self.at(size, pages) if pages >= least else None
 
     def smallest(self, pages: int) -> BlockLayout:
         """The smallest layout that keeps `pages` pages."""
-        size = _up(pages * self.page.page_bytes, ALIGN)
+        size = _up(pages * self.page.page_bytes + self.rows(pages) * self.record, ALIGN)
         while (layout := self.at(size, pages)) is None:
             size += ALIGN
         return layout

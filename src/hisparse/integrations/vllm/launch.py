@@ -11,14 +11,21 @@ import sys
 
 def main() -> None:
     """Run vLLM's command line with this process's arguments."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
+    if not _has_metadata():
         _serve_alone()
         return
     from vllm.entrypoints.cli.main import main as command_line
 
     command_line()
+
+
+def _has_metadata() -> bool:
+    """Whether a distribution named `vllm` is installed."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _serve_alone() -> None:

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hisparse.cli.early import check_source
 from hisparse.cli.serve import compose, unused_keys
 from hisparse.cli.words import FLAGS, SEVERAL, take_model
 from hisparse.config import HiSparseConfig
-from hisparse.errors import InputError
+from hisparse.errors import InputError, ModelError
 
 MACHINE = {"gpus": 1, "memory": 0}
 
@@ -116,3 +117,87 @@ def test_every_word_is_kept_in_its_order(before: list[list[str]], after: list[li
     first, last = list(chain(*before)), list(chain(*after))
     assert take_model([*first, "org/model", *last]) == ("org/model", first + last)
     assert take_model(first + last) == (None, first + last)
+
+
+class FakeHub:
+    """Answers with an error, or, for None, that it has the model."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def model_info(self, name: str, timeout: float) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def hub_error(kind: str, status: int) -> Exception:
+    """One of the hub's own, which are made from a response."""
+    import huggingface_hub.errors
+
+    made: type[Exception] = getattr(huggingface_hub.errors, kind)
+    error = made.__new__(made)
+    error.args = (f"{status} from the hub",)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "said"),
+    [
+        (OSError("Name or service not known"), {}, r"hub did not give it \(Name or service not known\); check the sp"),
+        (TimeoutError(), {}, r"hub did not give it \(TimeoutError\); check the spelling and the connection"),
+        (hub_error("RepositoryNotFoundError", 404), {}, "hub has no such model, or not without a token; check"),
+        (hub_error("RepositoryNotFoundError", 404), {"--hf-token": "t"}, None),
+        (hub_error("HfHubHTTPError", 503), {}, None),
+        (None, {}, None),
+    ],
+    ids=["no connection", "silent", "unknown", "unknown without the token", "overloaded", "there"],
+)
+def test_the_hub_is_asked_once_before_the_server_starts(
+    error: Exception | None, options: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(error))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    if said is None:
+        check_source("nodir", options)
+        return
+    with pytest.raises(ModelError, match=f"^nodir: no directory of that name, .*{said}"):
+        check_source("nodir", options)
+
+
+def test_without_vllm_it_is_said_how_to_install_it(
+    cli: Any, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hisparse.cli.serve.find_spec", lambda name: None)
+    code, _, err = cli("serve", tiny_directory, "--block-tokens", 64)
+    assert code != 0
+    assert err.count("\n") == 1
+    assert "source tree say pip install -e '.[vllm]'" in err
+    assert "hisparse[vllm]" not in err
+
+
+LLAMA = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.mark.parametrize("more", [{}, {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}])
+@pytest.mark.parametrize("length", ["300", "8K", "auto"])
+def test_memory_for_no_request_is_refused(length: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """And what the message asks for is enough."""
+    text = {**LLAMA, "max_position_embeddings": 8192, **more}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+
+    def serve(*extra: str) -> list[str]:
+        return compose(str(tmp_path), None, None, None, None, ["--max-model-len", length, *extra], MACHINE)
+
+    words = ["--kv-cache-memory-bytes", "1000", "--load-format", "dummy"]
+    tokens = {"300": "300 tokens", "8K": "8192 tokens", "auto": "1 token"}[length]
+    with pytest.raises(InputError, match=f"memory-bytes 1000: one request of {tokens} takes [0-9]+ bytes") as refused:
+        serve(*words)
+    assert ("--max-model-len smaller" in str(refused.value)) == (length != "auto")
+    need = int(str(refused.value).split(" takes ")[1].split()[0])
+    words[1] = str(need - 1)
+    with pytest.raises(InputError, match=f"memory-bytes {need - 1}: "):
+        serve(*words)
+    words[1] = str(need)
+    assert str(need) in serve(*words)
+    for passed in (["1000", "--num-gpu-blocks-override", "9"], ["0"], ["4g"], ["1.5g"]):
+        serve("--kv-cache-memory-bytes", *passed, "--load-format", "dummy")

@@ -330,6 +330,13 @@ def test_what_the_command_cannot_say_is_refused(changes: dict[str, Any], said: s
         (["--max-model-len", "9" * 400], "--max-model-len 9+: give a number"),
         (["--max-model-len=8193"], "made for 8192 tokens"),
         (["--shutdown-timeout", "soon"], "--shutdown-timeout soon"),
+        (["--shutdown-timeout=-4"], "--shutdown-timeout -4: give a whole number"),
+        (["--shutdown-timeout", "inf"], "--shutdown-timeout inf: give a whole number"),
+        (["--shutdown-timeout", "2.5"], "--shutdown-timeout 2.5: give a whole number"),
+        (["--kv-cache-memory-bytes", "1000"], "--kv-cache-memory-bytes 1000: one request of 8192 tokens takes"),
+        (["--kv-cache-memory-bytes", "lots"], "--kv-cache-memory-bytes lots: give a number of bytes"),
+        (["--kv-cache-memory-bytes=-5"], "--kv-cache-memory-bytes -5: give a number of bytes"),
+        (["--block-tokens", "65536"], "hisparse_block_tokens = 65536: .* more than 8192 tokens"),
     ],
     ids=str,
 )
@@ -382,10 +389,12 @@ def test_a_model_that_cannot_be_fetched_is_refused_before_vllm_starts(
 ) -> None:
     for offline in (True, False):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-        check_source(str(tmp_path))
-        check_source("s3://bucket/model")
-        with pytest.raises(ModelError, match=r"nobody/nothing: not on this") if offline else contextlib.nullcontext():
-            check_source("nobody/nothing")
+        check_source(str(tmp_path), {})
+        check_source("s3://bucket/model", {})
+        check_source("nobody/nothing", {"--revision": "main"})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"nobody/nothing: not on this machine, and HF_HUB_OFFLINE is set"):
+        check_source("nobody/nothing", {})
 
 
 @pytest.mark.parametrize(

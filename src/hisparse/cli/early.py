@@ -37,6 +37,9 @@ SHORT = {
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 """As vLLM reads them."""
 
+HUB_SECONDS = 10
+"""How long the hub may take to answer whether it has a model."""
+
 
 def read_words(words: list[str]) -> dict[str, str]:
     """Options of a vLLM command by their long names, "" for those without a value; of one given twice, the last."""
@@ -136,9 +139,8 @@ class Checkpoint:
         given = options.get("--max-model-len")
         if given is None or given.strip().lower() in ("auto", "-1"):
             return window
-        number = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmMgGtT]?)", given.strip())
-        length = int(Fraction(number[1]) * UNITS.get(number[2], 1)) if number else 0
-        if length < 1 or (number and "." in number[1] and number[2] not in ("k", "m", "g", "t")):
+        length = _amount(given)
+        if not length:
             raise InputError(f"--max-model-len {given}: give a number of tokens such as 131072, 128K or auto")
         # Rotary scaling and what else may widen the window is left to vLLM.
         rope = text if isinstance(text := self.text.get("rope_parameters"), Mapping) else {}
@@ -151,6 +153,14 @@ class Checkpoint:
                 f"--hf-overrides '{{\"max_position_embeddings\": {length}}}' if you know that it reads more"
             )
         return length
+
+
+def _amount(text: str) -> int | None:
+    """A whole number as vLLM reads one, such as 4096, 4K or 1.5k; None for anything else."""
+    number = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kKmMgGtT]?)", text.strip())
+    if number is None or ("." in number[1] and number[2] not in ("k", "m", "g", "t")):
+        return None
+    return int(Fraction(number[1]) * UNITS.get(number[2], 1))
 
 
 def _downloaded(source: str) -> Path | None:
@@ -167,17 +177,40 @@ def _downloaded(source: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def check_source(source: str) -> None:
-    """Raise ModelError for a model of the hub that is not on this machine while the hub may not be asked."""
-    if Path(source).is_dir() or ":" in source or os.environ.get("VLLM_USE_MODELSCOPE") or _downloaded(source):
+def check_source(source: str, options: Mapping[str, str]) -> None:
+    """Raise ModelError for a model of the hub that is not on this machine and that the hub does not give.
+
+    Asks the hub once: vLLM would ask it again and again, and end in a trace of calls.
+    """
+    if Path(source).is_dir() or ":" in source or os.environ.get("VLLM_USE_MODELSCOPE"):
         return
+    if "--revision" in options or _downloaded(source):
+        return
+    from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     if HF_HUB_OFFLINE:
         raise ModelError(
             f"{source}: not on this machine, and HF_HUB_OFFLINE is set: only what was downloaded before can be served; "
             "check the spelling, unset it, or give a local directory"
         )
+    try:
+        HfApi().model_info(source, timeout=HUB_SECONDS)
+    except RepositoryNotFoundError:
+        if "--hf-token" in options:
+            return
+        reason = "the hub has no such model, or not without a token"
+    except HfHubHTTPError:
+        return  # a hub that answers in another way, a mirror for instance: vLLM may get on with it
+    except Exception as error:  # of the network or of names: they have no common base
+        reason = f"the hub did not give it ({' '.join(str(error).split())[:240] or type(error).__name__})"
+    else:
+        return
+    raise ModelError(
+        f"{source}: no directory of that name, not on this machine, and {reason}; check the spelling and the "
+        "connection, give a local directory, or leave the model out for the default one"
+    )
 
 
 def check_options(options: Mapping[str, str], config: HiSparseConfig, checkpoint: Checkpoint) -> None:
@@ -225,8 +258,12 @@ def check_layout(
 ) -> BlockLayout | None:
     """The layout of the engine's blocks, hot buffers aside; None where the model's dimensions are not known here.
 
-    Raises InputError for an impossible length, ConfigError or FormatError where blocks cannot be cut into pages.
+    Raises InputError for an impossible length and for less KV memory than a request takes, ConfigError or FormatError
+    where blocks cannot be cut into pages.
     """
+    memory = options.get("--kv-cache-memory-bytes")
+    if memory is not None and _amount(memory) is None:
+        raise InputError(f"--kv-cache-memory-bytes {memory}: give a number of bytes such as 4000000000, 4g or 4G")
     length = checkpoint.check_length(options)
     if not checkpoint.heads or not checkpoint.head_dim or not length:
         return None
@@ -236,7 +273,30 @@ def check_layout(
 
     heads = max(1, checkpoint.heads // ranks)
     dtype = {"float32": torch.float32, "float": torch.float32}.get(options.get("--dtype", ""), torch.bfloat16)
-    return choose_layout(config, heads, checkpoint.head_dim, dtype, length, block_tokens)
+    layout = choose_layout(config, heads, checkpoint.head_dim, dtype, length, block_tokens)
+    _check_memory(options, checkpoint, layout, length)
+    return layout
+
+
+def _check_memory(options: Mapping[str, str], checkpoint: Checkpoint, layout: BlockLayout, length: int) -> None:
+    """Raise InputError where --kv-cache-memory-bytes do not hold one request of `length` tokens.
+
+    What layers with a window, and on a GPU hot buffers, take besides is left to the engine.
+    """
+    given = options.get("--kv-cache-memory-bytes", "0")
+    memory = _amount(given)
+    if not memory or "--num-gpu-blocks-override" in options:  # 0 bytes are as many as vLLM finds
+        return
+    if options.get("--max-model-len", "").strip().lower() in ("auto", "-1"):
+        length = 1  # vLLM shortens it to what fits
+    layers = checkpoint.kinds.count("full_attention") or checkpoint.number("num_hidden_layers")
+    need = layers * layout.block_bytes * layout.blocks(length)
+    if memory < need:
+        shorter = "" if length == 1 else ", make --max-model-len smaller"
+        raise InputError(
+            f"--kv-cache-memory-bytes {given}: one request of {length} token{'s' * (length > 1)} takes {need} bytes of "
+            f"KV memory on each rank; give at least as many{shorter}, or leave the option out"
+        )
 
 
 def check_companions(

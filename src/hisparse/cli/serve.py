@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -95,8 +96,11 @@ def serve(
     if dry_run:
         return
     if find_spec("vllm") is None:
-        raise UnsupportedError("vLLM is not installed here; pip install 'hisparse[vllm]', or print it with --dry-run")
-    check_source(command[2])
+        raise UnsupportedError(
+            "vLLM is not installed here; in HiSparse's source tree say pip install -e '.[vllm]', or, without a GPU, "
+            "make vllm-env and then .venv-vllm/bin/hisparse serve (docs/vllm.md); --dry-run prints the command alone"
+        )
+    check_source(command[2], read_words(command))
     raise typer.Exit(supervise([sys.executable, "-m", "hisparse.integrations.vllm.launch", *command[1:]], drain))
 
 
@@ -130,10 +134,9 @@ def supervise(command: list[str], drain: float) -> int:
 def _drain(command: list[str]) -> float:
     """Seconds given with --shutdown-timeout."""
     value = read_words(command).get("--shutdown-timeout", "0")
-    try:
-        return max(float(value), 0)
-    except ValueError:
-        raise InputError(f"--shutdown-timeout {value}: give a number of seconds") from None
+    if not re.fullmatch("[0-9]{1,9}", value):
+        raise InputError(f"--shutdown-timeout {value}: give a whole number of seconds, {DRAIN} for instance")
+    return float(value)
 
 
 def compose(

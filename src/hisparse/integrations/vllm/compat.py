@@ -58,7 +58,7 @@ def check_version(version: str | None = None) -> None:
     if not str(found).startswith(TESTED):
         raise UnsupportedError(
             f"vLLM {found}: HiSparse was tested with {', '.join(t + 'x' for t in TESTED)} only; "
-            "pip install 'hisparse[vllm]', or choose another --attention-backend"
+            "pip install -e '.[vllm]' in HiSparse's source tree, or choose another --attention-backend"
         )
 
 

@@ -162,14 +162,21 @@ class BlockLayout:
         """Where a row's packed values begin in its record, where rows lie on the device."""
         return _up(self.code_bytes + self.scale_bytes, ALIGN)
 
+    def blocks(self, context: int) -> int:
+        """Blocks of a layer that a request of `context` tokens takes, those of its ring included."""
+        return _blocks(self.tokens, self.tail, self.ring_tokens, context)
+
     def capacity(self, context: int) -> float:
         """Bytes of `context` tokens in a dense bfloat16 cache over the bytes of the blocks they take here."""
         return _capacity(self.page, self.tokens, self.tail, self.token_bytes, self.block_bytes, context)
 
 
+def _blocks(tokens: int, tail: int, ring_tokens: int, context: int) -> int:
+    return -(-context // tokens) + min(-(-(tokens + tail) // ring_tokens), -(-context // ring_tokens))
+
+
 def _capacity(page: PageFormat, tokens: int, tail: int, token_bytes: int, block_bytes: int, context: int) -> float:
-    ring_tokens = block_bytes // token_bytes
-    blocks = -(-context // tokens) + min(-(-(tokens + tail) // ring_tokens), -(-context // ring_tokens))
+    blocks = _blocks(tokens, tail, block_bytes // token_bytes, context)
     return context * 4 * page.heads * page.head_dim / (blocks * block_bytes)
 
 

@@ -28,3 +28,25 @@ def test_it_says_what_it_does_and_draws_nothing_else(
     stats = calibration_for(ModelIdentity.of(model), out)
     assert stats is not None
     assert len(stats) == 2
+
+
+@pytest.mark.parametrize("command", ["calibrate", "distill"])
+@pytest.mark.parametrize(("name", "says"), [("/proc/x.safetensors", "/proc/x.safetensors"), ("y.bin", ".safetensors")])
+def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    cli: Any, text_file: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str, says: str
+) -> None:
+    monkeypatch.setattr("hisparse.models.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    code, _, err = cli(command, "--corpus", text_file, "-o", name)
+    assert code == 2
+    assert says in err
+
+
+def test_a_span_beyond_the_models_positions_is_refused(
+    cli: Any, tmp_path: Path, tiny_directory: Path, text_file: Path
+) -> None:
+    out = tmp_path / "a.safetensors"
+    code, _, err = cli("calibrate", "--model", tiny_directory, "--corpus", text_file, "-o", out, "--span", 1025)
+    assert code == 2
+    assert "--span 1025" in err
+    assert "1024 or less" in err
+    assert not out.exists()

@@ -61,6 +61,49 @@ def test_wrong_usage_is_one_line_with_a_way_on(cli: Any, arguments: list[str], s
     assert out.strip() == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "-f", "x", "-n", "0"], "'-n': 0: "),
+        (["generate", "-f", "x", "-n", "many"], "many"),
+        (["generate", "-f", "x", "-t", "inf"], "'-t': inf: "),
+        (["generate", "-f", "x", "-t", "nan"], "nan"),
+        (["generate", "-f", "x", "-t", "1e-320"], "--temperature 1e-320: too small to divide by"),
+        (["generate", "-f", "x", "--seed", "9" * 26], f"--seed {'9' * 26}: "),
+        (["distill", "--corpus", "x", "-o", "y.safetensors", "--seed", "9" * 26], f"--seed {'9' * 26}: "),
+        (["calibrate", "--corpus", "x", "-o", "y.safetensors", "--span", "1" + "0" * 23], f"--span 1{'0' * 23}: "),
+        (["calibrate", "--corpus", "x", "-o", "y.safetensors", "--windows", "abc"], "abc"),
+        (["bench", "quality", "--chunk", "9" * 21], f"--chunk {'9' * 21}: "),
+        (["bench", "quality", "--threads", "9" * 14], "9" * 14),
+        (["bench", "quality", "--suite", "foo"], "foo"),
+        (["bench", "decode", "--context", "1024", "--context", "9" * 26], f"--context {'9' * 26}: "),
+    ],
+)
+def test_a_value_that_no_option_can_have_is_named(cli: Any, arguments: list[str], says: str) -> None:
+    code, out, err = cli(*arguments)
+    assert code == 2
+    assert one_line(err)
+    assert says in err
+    assert out == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_no_command_at_all_shows_the_help_and_no_error(cli: Any, arguments: list[str]) -> None:
+    code, out, err = cli(*arguments)
+    assert code == 2
+    assert "Usage" in out + err
+    assert "error:" not in out + err
+
+
+def test_what_memory_cannot_hold_is_one_line_with_the_size_and_the_command(cli: Any) -> None:
+    for tokens in (99999999999, 2**63 - 1):
+        code, _, err = cli("bench", "tlif", "--context", tokens)
+        assert code == 2
+        assert one_line(err)
+        assert f"`hisparse bench tlif --context {tokens}`" in err
+        assert "ask for fewer tokens" in err
+
+
 def broken(error: BaseException) -> Any:
     def function() -> None:
         """Fails."""
@@ -74,6 +117,11 @@ def broken(error: BaseException) -> Any:
     [
         (InputError("this is\n  wrong; do that"), 2, "error: this is wrong; do that\n"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            MemoryError("Unable to allocate 9 TiB"),
+            2,
+            "error: not enough memory for `hisparse demo` (Unable to allocate",
+        ),
     ],
 )
 def test_what_a_command_raises_becomes_an_exit_code(

@@ -85,8 +85,8 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(
 
 def test_without_held_out_files_an_eighth_of_the_windows_is_held_out(texts: list[Path], tmp_path: Path) -> None:
     plan = plan_of(texts, held_out=())
-    run(plan, tmp_path / "out")
-    assert read_card(tmp_path / "out").scores["held_out"]["all"]["tokens"] == plan.windows // 8 * (200 - 16)
+    run(plan, tmp_path / "out.safetensors")
+    assert read_card(tmp_path / "out.safetensors").scores["held_out"]["all"]["tokens"] == plan.windows // 8 * (200 - 16)
 
 
 def test_a_checkpoint_of_other_arguments_is_refused(texts: list[Path], tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_unusable_corpora_are_refused(texts: list[Path], tmp_path: Path, content
     if content is not None:
         bad.write_bytes(content)
     with pytest.raises(InputError, match=r"bad\.txt"):
-        run(plan_of(texts, corpus=(bad,)), tmp_path / "out")
+        run(plan_of(texts, corpus=(bad,)), tmp_path / "out.safetensors")
 
 
 def test_windows_are_full_disjoint_and_seeded(texts: list[Path]) -> None:
@@ -174,7 +174,7 @@ class TestCommand:
         )
 
     def test_stray_files_beside_held_out_ones_are_refused(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
-        result = call("--corpus", texts[0], "--held-out", texts[1], texts[2], "-o", tmp_path / "out")
+        result = call("--corpus", texts[0], "--held-out", texts[1], texts[2], "-o", tmp_path / "out.safetensors")
         assert isinstance(result.exception, HiSparseError)
         assert "2.txt" in str(result.exception)
 
@@ -184,19 +184,19 @@ class TestCommand:
             (("--device", "potato"), "'potato': unknown"),
             (("--chunk", 5000), "5000: the model default has 1024 positions"),
             (("--corpus", "nowhere.txt"), "nowhere.txt: no such file"),
-            (("--output", "."), "is a folder"),
+            (("--output", "."), "a directory"),
         ],
     )
     def test_bad_options_are_refused(
         self, call: Any, texts: list[Path], tmp_path: Path, words: tuple[Any, ...], message: str
     ) -> None:
-        result = call("--corpus", texts[0], "-o", tmp_path / "out", *words)
+        result = call("--corpus", texts[0], "-o", tmp_path / "out.safetensors", *words)
         assert isinstance(result.exception, InputError)
         assert message in str(result.exception)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
     def test_a_missing_gpu_is_refused(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
-        result = call("--corpus", texts[0], "-o", tmp_path / "out", "--device", "cuda")
+        result = call("--corpus", texts[0], "-o", tmp_path / "out.safetensors", "--device", "cuda")
         assert "has no CUDA" in str(result.exception)
 
     def test_a_missing_folder_is_refused_before_the_work(self, call: Any, texts: list[Path], tmp_path: Path) -> None:

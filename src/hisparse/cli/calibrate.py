@@ -26,21 +26,22 @@ def calibrate(
     from rich.console import Console
     from rich.progress import Progress
 
-    from hisparse.cli.generate import check_writable
+    from hisparse.cli.generate import check_safetensors
     from hisparse.cli.progress import announce
     from hisparse.cli.session import read_text
     from hisparse.identity import ModelIdentity
-    from hisparse.models import load_model
+    from hisparse.models import context_window, load_model
     from hisparse.models.bars import without_bars
     from hisparse.vtq.calibration import calibrate as measure
     from hisparse.vtq.calibration import sample_windows, save_calibration
 
-    if output.suffix != ".safetensors":
-        raise InputError(f"output {output}: the name must end in .safetensors, as in {output.stem}.safetensors")
-    check_writable(output)
+    check_safetensors(output)
     texts = [read_text(path) for path in corpus]
     with without_bars():
         network, tokenizer = load_model(model)
+    window = context_window(network)
+    if span is not None and window is not None and span > window:
+        raise InputError(f"--span {span}: the model {model} has {window} positions; give --span {window} or less")
     pieces = sample_windows(tokenizer, texts, windows, length)
     console = Console(stderr=True)
     announce(console, f"Reading {windows} windows of {length} tokens ...")

@@ -46,15 +46,13 @@ def distill(
     The model labels the tokens of the corpus, a network of fewer than 15 000 parameters learns the labels. An
     interrupted run goes on where it stopped when the same command is given again.
     """
+    from hisparse.cli.generate import check_safetensors
     from hisparse.models import context_window, load_model
     from hisparse.models.bars import without_bars
     from hisparse.tlif.distill import DistillPlan
     from hisparse.tlif.distill import distill as run
 
-    if not output.parent.is_dir():
-        raise InputError(f"output {output}: the folder {output.parent} does not exist; create it first")
-    if output.is_dir():
-        raise InputError(f"output {output}: is a folder; give the name of a file in it")
+    check_safetensors(output)
     for path in (*corpus, *(more or ()), *(held_out or ())):
         if not path.is_file():  # said at once rather than after loading a model
             raise InputError(f"corpus {path}: no such file; give the path of a text file")

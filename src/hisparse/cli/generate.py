@@ -35,6 +35,13 @@ Dtype = Annotated[
 ]
 
 
+def check_temperature(value: float) -> float:
+    """Raise InputError for a temperature that logits cannot be divided by in float32."""
+    if 0 < value < 1e-6:
+        raise InputError(f"--temperature {value}: too small to divide by; give 0, which is greedy, or 1e-6 to 100")
+    return value
+
+
 def generate(
     prompt_file: PromptFile,
     model: Model = "default",
@@ -46,7 +53,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")] = 64,
     tlif: Tlif = None,
     calibration: Calibration = None,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", min=0.0, max=100.0, callback=check_temperature, help="0 is greedy.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the sampling, with a temperature.")] = 0,
     chunk: Chunk = None,
     compare_dense: Annotated[
@@ -93,14 +102,21 @@ def check_writable(path: Path | None) -> None:
     """Raise InputError before the work, not after it, where a result could not be written."""
     if path is None:
         return
-    partial = _partial(path)
     try:  # permission bits do not tell: root ignores them, and some file systems take no files
         if path.is_dir():
             raise InputError(f"{path}: a directory; give the path of a file to write")
+        partial = _partial(path)
         partial.touch()
         partial.unlink()
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror}); create its folder or name another") from None
+
+
+def check_safetensors(output: Path) -> None:
+    """Raise InputError before the work where `output` is not the name of a safetensors file that can be written."""
+    check_writable(output)
+    if output.suffix != ".safetensors":
+        raise InputError(f"output {output}: the name must end in .safetensors, as in {output.stem}.safetensors")
 
 
 def check_folder(option: str, folder: Path) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
+import re
+import shlex
 import sys
 import warnings
 from typing import Annotated, Any
@@ -17,7 +20,7 @@ import typer.core
 import typer.main
 
 import hisparse
-from hisparse.errors import HiSparseError
+from hisparse.errors import HiSparseError, InputError
 
 # name: (module, function, line in --help); in the order of a newcomer's needs
 COMMANDS = {
@@ -64,15 +67,37 @@ def load_command(name: str) -> Any:
     """Import a command's module and build its parser."""
     function = getattr(importlib.import_module(_module(name)), COMMANDS[name][1])
     if isinstance(function, typer.Typer):  # a group of commands
-        group = typer.main.get_command(function)
+        group: Any = typer.main.get_command(function)
         group.name = name
+        for command in group.commands.values():
+            _check_numbers(command)
         return group
     single = typer.Typer(add_completion=False)
     settings: dict[str, Any] = {}
     if name in PASSES_ON:
         settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
     single.command(name, help=function.__doc__ or COMMANDS[name][2], context_settings=settings)(function)
-    return typer.main.get_command(single)
+    command = typer.main.get_command(single)
+    _check_numbers(command)
+    return command
+
+
+def _check_numbers(command: Any) -> None:
+    """Have every option of a command refuse numbers that no tensor library takes, beside the range of its own."""
+    for parameter in command.params:
+        parameter.callback = _checked(parameter.callback)
+
+
+def _checked(then: Any) -> Any:
+    def callback(ctx: Any, parameter: Any, value: Any) -> Any:
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                raise InputError(f"{parameter.opts[0]} {number}: give a whole number of at most 64 bits")
+            if isinstance(number, float) and not math.isfinite(number):
+                raise InputError(f"{parameter.opts[0]} {number}: give a finite number")
+        return value if then is None else then(ctx, parameter, value)
+
+    return callback
 
 
 app = typer.Typer(
@@ -115,13 +140,41 @@ def run(arguments: list[str] | None = None) -> None:
         sys.exit(141)
     except Exception as error:
         # typer carries click's exception classes in its own package since 0.20, so they are known by what they can do.
+        if reason := _out_of_memory(error):
+            words = shlex.join(sys.argv[1:] if arguments is None else arguments)
+            remedy = "ask for fewer tokens or a smaller --chunk, or use a machine with more"
+            sys.exit(_fail(f"not enough memory for `hisparse {words}` ({reason}); {remedy}"))
         if not hasattr(error, "format_message"):
             raise
         command = getattr(getattr(error, "ctx", None), "command_path", "hisparse")
-        sys.exit(_fail(f"{error.format_message().rstrip('.')}; see `{command} --help`"))
+        _name_value(error)
+        reason = error.format_message().rstrip(".")
+        # No command at all has shown the help already, and has no message.
+        sys.exit(_fail(f"{reason}; see `{command} --help`") if reason else 2)
     if code == 130:  # typer turns Ctrl-C into this, click into Abort
         print("interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _name_value(error: Any) -> None:
+    """Put the value that was given before an error's message where typer, which asks pydantic, leaves it out."""
+    found = getattr(error.__cause__, "errors", None)
+    if found is not None:
+        message = error.message.removeprefix("Value error, ")
+        error.message = f"{found()[0]['input']}: {message[:1].lower()}{message[1:]}"
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """What could not be allocated, in a line; None for any other error. PyTorch has no type of its own for it on a CPU,
+    nor for sizes beyond any machine's."""
+    text = " ".join(str(error).split())
+    if size := re.search(r"you tried to allocate (\d+) bytes", text):
+        return f"{int(size[1]):,} bytes in one piece"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return text[:160] or "an allocation failed"
+    if isinstance(error, RuntimeError) and "Storage size calculation overflowed" in text:
+        return "a tensor of more bytes than 64 bits can count"
+    return None
 
 
 def _fail(text: str) -> int:

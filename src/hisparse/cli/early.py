@@ -290,7 +290,7 @@ def _check_memory(options: Mapping[str, str], checkpoint: Checkpoint, layout: Bl
     if options.get("--max-model-len", "").strip().lower() in ("auto", "-1"):
         length = 1  # vLLM shortens it to what fits
     layers = checkpoint.kinds.count("full_attention") or checkpoint.number("num_hidden_layers")
-    need = layers * layout.block_bytes * layout.blocks(length)
+    need = layers * layout.block_bytes * (layout.blocks(length) + 1)  # one block stands for none
     if memory < need:
         shorter = "" if length == 1 else ", make --max-model-len smaller"
         raise InputError(

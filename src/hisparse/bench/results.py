@@ -57,18 +57,30 @@ def commit_name() -> str:
     return head.stdout.strip() + ("+" if state.stdout.strip() else "")
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """A results file, or an empty one where there is none yet. Raises InputError for any other file."""
+    if not path.exists():
+        return {"rows": []}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or f"no JSON: {error}"
+    else:
+        rows = found.get("rows") if isinstance(found, dict) else None
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            return dict(found)
+        reason = "no object with a list of rows"
+    raise InputError(
+        f"--out {path}: no results file ({reason}); give one that `hisparse bench` wrote, a new name or a folder"
+    )
+
+
 def save(rows: list[dict[str, Any]], path: Path, commit: str, **speeds: float) -> None:
     """Merge `rows` into the file. `speeds`: the card's bandwidths in bytes a second. Raises InputError for a file that
     is no results file, or cannot be written."""
-    old: dict[str, Any] = {"rows": []}
-    if path.exists():
-        try:
-            old = json.loads(path.read_text(encoding="utf-8"))
-            kept = [row for row in old["rows"] if _key(row) not in {_key(new) for new in rows}]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is no results file ({error}); give another path with --out") from None
-    else:
-        kept = []
+    old = read_results(path)
+    new = {_key(row) for row in rows}
+    kept = [row for row in old["rows"] if _key(row) not in new]
     try:
         from triton import __version__ as triton_version
     except ImportError:
@@ -90,5 +102,5 @@ def save(rows: list[dict[str, Any]], path: Path, commit: str, **speeds: float) -
         raise InputError(f"{path} cannot be written ({error}); give another path with --out") from None
 
 
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in KEY)
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(repr(row.get(name)) for name in KEY)

@@ -119,6 +119,18 @@ def check_safetensors(output: Path) -> None:
         raise InputError(f"output {output}: the name must end in .safetensors, as in {output.stem}.safetensors")
 
 
+def check_picture(path: Path | None) -> None:
+    """Raise InputError before the work where `path` is not the name of a picture that can be drawn and written."""
+    if path is None:
+        return
+    check_writable(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    # A name without a suffix gets one, which is another file than the one asked for.
+    if path.suffix[1:].lower() not in FigureCanvasAgg.get_supported_filetypes():
+        raise InputError(f"picture {path}: no kind of picture is called {path.suffix!r}; give the path of a .png file")
+
+
 def check_folder(option: str, folder: Path) -> None:
     """Make `folder` if it is not there. Raises InputError where it is no folder, or takes no files."""
     try:

@@ -18,6 +18,7 @@ from hisparse.cli.generate import (
     Model,
     PromptFile,
     Tlif,
+    check_picture,
     check_writable,
     size,
     write_json,
@@ -50,7 +51,7 @@ def inspect_kv_cache(
     text = session.read_text(prompt_file)
     settings = session.open_config(config)
     check_writable(json_out)
-    check_writable(png)
+    check_picture(png)
     loaded, tokenizer = session.open_model(model, device, dtype)
     prompt = session.build_prompt(tokenizer, text, None, loaded.device)
     session.check_window(loaded, prompt.length, 0)

@@ -11,6 +11,21 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+
+def check_results(out: Path | None) -> Path | None:
+    """The results file that --out means. Raises InputError, before anything is measured, for what is none."""
+    if out is None:
+        return None
+    from hisparse.bench.results import read_results, results_path
+    from hisparse.cli.generate import check_folder, check_writable
+
+    path = out if out.suffix == ".json" else results_path(out)
+    check_folder("--out", path.parent)
+    check_writable(path)
+    read_results(path)
+    return path
+
+
 Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", "-s", help="Attention shape of a model; may be repeated. glm4-9b-1m if not given."),
@@ -18,7 +33,12 @@ Shapes = Annotated[
 Contexts = Annotated[list[int] | None, typer.Option("--context", "-c", min=1024, help="Tokens; may be repeated.")]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", "-o", help="Results file or folder (then <gpu>-<date>.json in it); rows are merged into it."),
+    typer.Option(
+        "--out",
+        "-o",
+        callback=check_results,
+        help="Results file or folder (then <gpu>-<date>.json in it); rows are merged into it.",
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, max=1024, help="CPU threads; PyTorch's choice if not given.")
@@ -249,7 +269,7 @@ def _shapes(names: list[str] | None) -> list[str]:
 
 def _report(rows: Iterable[dict[str, Any]], out: Path | None, commit: str | None, speeds: dict[str, float]) -> None:
     """Print every row as it comes, then merge all into the results file. Rows measured before an error are kept."""
-    from hisparse.bench.results import commit_name, results_path, save
+    from hisparse.bench.results import commit_name, save
 
     for name, value in speeds.items():
         typer.echo(f"{name.replace('_', ' ')}: {value / 1e12:.3f} TB/s")
@@ -260,9 +280,8 @@ def _report(rows: Iterable[dict[str, Any]], out: Path | None, commit: str | None
             typer.echo(_line(row))
     finally:
         if out is not None and done:
-            path = out if out.suffix == ".json" else results_path(out)
-            save(done, path, commit_name() if commit is None else commit, **speeds)
-            typer.echo(f"written to {path}")
+            save(done, out, commit_name() if commit is None else commit, **speeds)
+            typer.echo(f"written to {out}")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hisparse.cli.generate import check_writable
+from hisparse.cli.generate import check_picture, check_writable
 from hisparse.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def plan_blocks_command(
     from hisparse.config import HiSparseConfig
 
     settings = HiSparseConfig() if config is None else HiSparseConfig.load(config)
-    check_writable(png)
+    check_picture(png)
     check_writable(json_out)
     given = [name for name, value in (("--importance", importance), ("--text", text), ("--tokens", tokens)) if value]
     if tokens == 0 and not given:
@@ -125,7 +125,7 @@ def score_text(path: Path, model: str, tlif: Path | None, settings: HiSparseConf
     """
     import torch
 
-    from hisparse.cli.session import build_prompt, read_text
+    from hisparse.cli.session import build_prompt, check_hidden_size, read_text
     from hisparse.identity import ModelIdentity
     from hisparse.models import load_model
     from hisparse.models.bars import without_bars
@@ -135,6 +135,7 @@ def score_text(path: Path, model: str, tlif: Path | None, settings: HiSparseConf
     content = read_text(path)
     with without_bars():
         loaded, tokenizer = load_model(model)
+    check_hidden_size(loaded, settings)
     ids = build_prompt(tokenizer, content).document[0]
     identity = ModelIdentity.of(loaded)
     scorer = scorer_for(identity, settings.tlif, tlif)

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,19 @@ def partial_directory(target: Path) -> Iterator[Path]:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def usual_modes(folder: Path) -> None:
+    """Give the files in `folder` the mode that the umask gives new ones.
+
+    safetensors keeps its files to their owner, and a server under another account could not read them.
+    """
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in folder.iterdir():
+        file.chmod(mode)
 
 
 def sha256(path: Path) -> str:

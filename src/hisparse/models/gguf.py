@@ -12,7 +12,7 @@ from typing import Any
 
 from hisparse.errors import ModelError
 from hisparse.models.bars import without_bars
-from hisparse.models.fetch import cache_directory, locked, partial_directory, say, sha256
+from hisparse.models.fetch import cache_directory, locked, partial_directory, say, sha256, usual_modes
 
 _LAYOUT = 1  # part of the directory's name: raise it when the conversion itself changes
 
@@ -64,6 +64,7 @@ def converted(path: Path) -> Path:
             try:
                 model.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)
+                usual_modes(partial)
                 os.rename(partial, target)
             except OSError as error:
                 reason = error.strerror or _first_line(error)

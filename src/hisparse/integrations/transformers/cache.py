@@ -202,11 +202,7 @@ class HiSparseCache(Cache):  # type: ignore[misc]
                 f'the model uses attention "{text._attn_implementation}"; '
                 f'call model.set_attn_implementation("{NAME}") first'
             )
-        if self.config.hidden_size not in (None, text.hidden_size):
-            raise ConfigError(
-                f"hidden_size = {self.config.hidden_size}, but the model's weights have {text.hidden_size}; "
-                "correct the configuration or choose the other model"
-            )
+        self.config.check_hidden_size(text.hidden_size)
         if model.config.is_encoder_decoder:
             raise UnsupportedError(
                 f"{model.config.model_type} is an encoder-decoder; HiSparse holds decoders' caches, use the stock cache"

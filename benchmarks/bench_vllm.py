@@ -8,9 +8,9 @@
     {"kv", "shape", "context", "batch", "ms_per_token", "prefill_s", "kv_tokens", "gpu_kv_bytes", "host_bytes"}
 
 With `--claim` nothing is prefilled but a prompt's last tokens: `prefill_s` then says little, and rates at a million
-tokens can be measured in a minute. With `--needles` (a real model) every row is preceded by facts asked for in
-documents of a context's length. With `--profile` it is followed by the kernels of a few steps of the same kind, and by
-the microseconds from one layer's first kernel to the next one's.
+tokens can be measured in a minute. With `--needles` (a real model) a row says how many facts of those hidden in
+documents of its context's length were found. With `--profile` it is followed by the kernels of a few steps of the same
+kind, and by the microseconds from one layer's first kernel to the next one's.
 """
 
 from __future__ import annotations
@@ -31,14 +31,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hisparse.bench.shapes import shape_of
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file are sent to the ranks
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "glm4-9b-1m": {"hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 4},
-    "llama3.1-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8},
+INTERMEDIATE = {
+    "glm4-9b-1m": 13696,
+    "llama3.1-8b": 14336,
+    "qwen2.5-7b-1m": 18944,
+    "qwen2.5-72b": 29568,
+    "qwen2.5-0.5b": 4864,
 }
+"""Width of the feed-forward layers of the shapes of `hisparse bench`."""
 CLAIMS = {
     "hisparse": {
         "kv_connector": "HiSparseClaims",
@@ -62,11 +68,16 @@ WARM = 20000
 
 def shape_directory(name: str, context: int) -> str:
     """A directory with the configuration of a Llama of a named shape."""
+    shape = shape_of(name)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_attention_heads": 32,
-        "head_dim": 128,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.q_heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.dim,
+        "hidden_size": shape.hidden,
+        "intermediate_size": INTERMEDIATE[name],
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 5e6,
@@ -76,7 +87,6 @@ def shape_directory(name: str, context: int) -> str:
         "bos_token_id": 1,
         "eos_token_id": 2,
         "tie_word_embeddings": False,
-        **SHAPES[name],
     }
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-"))
     (folder / "config.json").write_text(json.dumps(config))
@@ -185,12 +195,13 @@ def measure(llm: Any, context: int, batch: int, claim: bool) -> dict[str, float]
         generate(llm, prompts(1, min(context, WARM)), 4)
     before = hot_counts(llm)
     # Whole blocks can be claimed; one token remains to be computed.
-    came = generate(llm, prompts(batch, context + claim), 1 + STEPS)
+    timed = prompts(batch, context + claim)
+    came = generate(llm, timed, 1 + STEPS)
     first = max(times[0] for times in came)
     gaps = [b - a for times in came for a, b in pairwise(times) if a >= first]
     found = {"prefill_s": round(first, 4), "ms_per_token": round(statistics.median(gaps) * 1e3, 4)}
     hits, misses = (now - then for now, then in zip(hot_counts(llm), before, strict=True))
-    check(llm, prompts(batch, context + claim) if claim else prompts(1, min(context, WARM)))
+    check(llm, timed if claim or context <= WARM else prompts(1, WARM))
     return {**found, "hot_hit_rate": round(hits / (hits + misses), 4)} if hits + misses else found
 
 
@@ -300,11 +311,23 @@ def needles(llm: Any, files: list[Path], context: int) -> str:
     return f"{found} of {asked}"
 
 
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
+    """A results file, after each row: a run that ends early loses nothing."""
+    import torch
+    import vllm
+
+    from hisparse.evaluate.environment import environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    record = {**environment(device), "vllm": vllm.__version__}
+    out.write_text(json.dumps({**record, "command": sys.argv[1:], "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", help="directory or hub id")
-    source.add_argument("--shape", choices=SHAPES)
+    source.add_argument("--shape", choices=INTERMEDIATE)
     parser.add_argument("--kv", nargs="+", default=["stock", "hisparse"])
     parser.add_argument("--context", nargs="+", type=int, default=[4096])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
@@ -331,25 +354,17 @@ def main() -> None:
     for kv in arguments.kv:
         llm = start(kv, arguments)
         for context in arguments.context:
-            if arguments.needles:
-                print(f"{kv} at {context}: {needles(llm, arguments.needles, context)} needles", flush=True)
+            answers = {"needles": needles(llm, arguments.needles, context)} if arguments.needles else {}
             for batch in arguments.batch:
                 row = {"kv": kv, "shape": arguments.shape or arguments.model, "context": context, "batch": batch}
                 row["tensor_parallel"] = arguments.tensor_parallel
-                rows.append({**row, **measure(llm, context, batch, arguments.claim), **memory(llm, kv)})
+                rows.append({**row, **answers, **measure(llm, context, batch, arguments.claim), **memory(llm, kv)})
                 print(json.dumps(rows[-1]), flush=True)
+                if arguments.out is not None:
+                    write(arguments.out, rows)
                 if arguments.profile:
                     profile(llm, context, batch, arguments.claim)
         stop(llm)
-    if arguments.out is not None:
-        import torch
-        import vllm
-
-        from hisparse.evaluate.environment import environment
-
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        record = {**environment(device), "vllm": vllm.__version__}
-        arguments.out.write_text(json.dumps({**record, "command": sys.argv[1:], "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@
 
 Needs a GPU and `compute-sanitizer` (a part of the CUDA toolkit). Racecheck makes a process some hundred times slower:
 cases are small on purpose. Ends with 1 where an error or a hazard was found, a result was wrong or a case did not end.
+Hazards between accesses of cuDNN's own kernels, which prefill attention calls, are named but are not HiSparse's.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +23,13 @@ from typing import Any
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / name) for name in ("decode", "vtq", "kernels", "fetch", "ops", "vllm_engine", "tlif")]
 
+FOUND = 9
+"""Status of a sanitizer that found something; a case that fails by itself has another."""
 CLEAN = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
+
+ACCESS = re.compile(r"(?:Read|Write) access at (\S+?)\+0x")
+"""A kernel that racecheck names, twice a hazard."""
+SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
 
 TESTS: dict[str, tuple[int, list[str]]] = {
     "pack-cuda": (3, ["kernels/test_pack_cuda.py"]),
@@ -135,31 +143,56 @@ DIRECT: dict[str, Callable[[], None]] = {
 }
 
 
-def run_tests(number: int, files: list[str]) -> int:
+def run_case(name: str) -> int:
+    """Run a case in this process; says "finished" where something was run and nothing was wrong."""
+    if name in DIRECT:
+        DIRECT[name]()
+        print("finished")
+        return 0
     import pytest
 
+    number, files = TESTS[name]
+
     class Few:
+        passed = 0
+
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
             step = max(1, len(items) // number)
             items[:] = items[step // 2 :: step][:number]
 
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            self.passed += report.when == "call" and report.passed
+
+    few = Few()
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
-    return int(pytest.main([*options, *(str(ROOT / file) for file in files)], plugins=[Few()]))
+    status = int(pytest.main([*options, *(str(ROOT / file) for file in files)], plugins=[few]))
+    print("finished" if status == 0 and few.passed else "failed")
+    return status
+
+
+def verdict(tool: str, status: int, output: str) -> tuple[bool, str]:
+    """Whether a case was clean, and how; status and output are those of the sanitizer's process."""
+    good = "finished" in output and "failed" not in output  # tests may all have been skipped
+    if good and status == 0 and CLEAN[tool] in output:
+        return True, "clean"
+    summary, kernels = SUMMARY.search(output), ACCESS.findall(output)
+    others = all(kernel.startswith("cudnn_") for kernel in kernels)
+    # Every hazard that was counted is one whose two accesses are named.
+    if good and status == FOUND and summary and others and len(kernels) == 2 * int(summary[1]):
+        return True, f"clean but for {', '.join(sorted(set(kernels)))}"
+    return False, f"status {status}\n{output[-4000:]}"
 
 
 def sanitize(name: str, tool: str, limit: float) -> tuple[str, str, bool, str]:
     begin = time.perf_counter()
-    command = ["compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "9", "--tool", tool]
+    command = ["compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", str(FOUND), "--tool", tool]
     command += [sys.executable, __file__, "--inside", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT.parent)
     except subprocess.TimeoutExpired:
         return name, tool, False, f"did not end within {limit:.0f} s"
-    output = done.stdout + done.stderr
-    ran = name in DIRECT or " passed" in output  # tests may all have been skipped
-    if done.returncode == 0 and ran and CLEAN[tool] in output:
-        return name, tool, True, f"clean, {time.perf_counter() - begin:.0f} s"
-    return name, tool, False, f"status {done.returncode}\n{output[-4000:]}"
+    good, text = verdict(tool, done.returncode, done.stdout + done.stderr)
+    return name, tool, good, f"{time.perf_counter() - begin:3.0f} s, {text}"
 
 
 def main() -> int:
@@ -173,11 +206,8 @@ def main() -> int:
     for name in [*arguments.cases, *filter(None, [arguments.inside])]:
         if name not in names:
             parser.error(f"case {name!r} is not known; use one of {', '.join(names)}")
-    if arguments.inside in DIRECT:
-        DIRECT[arguments.inside]()
-        return 0
     if arguments.inside:
-        return run_tests(*TESTS[arguments.inside])
+        return run_case(arguments.inside)
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     clean = True

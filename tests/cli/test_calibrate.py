@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hisparse.cli import session
 from hisparse.identity import ModelIdentity
@@ -28,6 +29,21 @@ def test_it_says_what_it_does_and_draws_nothing_else(
     stats = calibration_for(ModelIdentity.of(model), out)
     assert stats is not None
     assert len(stats) == 2
+
+
+def test_a_model_may_be_read_in_another_dtype(cli: Any, tmp_path: Path, tiny_directory: Path, text_file: Path) -> None:
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        out = tmp_path / f"{dtype}.calibration.safetensors"
+        sizes = ("--windows", 3, "--length", 64, "--device", "cpu", "--dtype", dtype)
+        code, _, err = cli("calibrate", "--model", tiny_directory, "--corpus", text_file, "-o", out, *sizes)
+        assert code == 0, err
+        model, _ = session.open_model(str(tiny_directory), "cpu", None)
+        found.append(calibration_for(ModelIdentity.of(model), out))
+    for exact, rounded in zip(*found, strict=True):
+        assert rounded.k_mean.dtype == torch.float32
+        assert float((rounded.k_scale / exact.k_scale - 1).abs().max()) < 0.02
+        assert float((rounded.v_mean - exact.v_mean).norm() / exact.v_mean.norm()) < 0.02
 
 
 @pytest.mark.parametrize("command", ["calibrate", "distill"])

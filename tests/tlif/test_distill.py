@@ -157,7 +157,7 @@ def test_a_short_file_gives_fewer_windows_instead_of_overlapping_ones(tmp_path: 
 class TestCommand:
     @pytest.fixture
     def call(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        monkeypatch.setattr("hisparse.models.load_model", lambda name, **options: (MODEL, Characters()))
+        monkeypatch.setattr("hisparse.models.load_model", lambda name, *options: (MODEL, Characters()))
         app = typer.Typer()
         app.command()(command)
         return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
@@ -173,6 +173,12 @@ class TestCommand:
             "--chunk 200 --epochs 1 --seed 3 --prefix-length 16 -o out.tlif.safetensors"
         )
 
+    def test_a_dtype_is_part_of_the_command(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
+        sizes = ("--tokens", 1500, "--chunk", 200, "--epochs", 1, "--prefix-length", 16, "--dtype", "bfloat16")
+        result = call("--corpus", texts[0], texts[1], "-o", tmp_path / "out.tlif.safetensors", *sizes)
+        assert result.exit_code == 0, result.output
+        assert "--dtype bfloat16 -o" in read_card(tmp_path / "out.tlif.safetensors").command
+
     def test_stray_files_beside_held_out_ones_are_refused(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
         result = call("--corpus", texts[0], "--held-out", texts[1], texts[2], "-o", tmp_path / "out.safetensors")
         assert isinstance(result.exception, HiSparseError)
@@ -181,7 +187,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (("--device", "potato"), "'potato': unknown"),
+            (("--device", "potato"), "--device potato: "),
+            (("--dtype", "int3"), "--dtype int3: unknown"),
             (("--chunk", 5000), "5000: the model default has 1024 positions"),
             (("--corpus", "nowhere.txt"), "nowhere.txt: no such file"),
             (("--output", "."), "a directory"),
@@ -197,7 +204,8 @@ class TestCommand:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
     def test_a_missing_gpu_is_refused(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
         result = call("--corpus", texts[0], "-o", tmp_path / "out.safetensors", "--device", "cuda")
-        assert "has no CUDA" in str(result.exception)
+        assert "--device cuda: " in str(result.exception)
+        assert "use cpu" in str(result.exception)
 
     def test_a_missing_folder_is_refused_before_the_work(self, call: Any, texts: list[Path], tmp_path: Path) -> None:
         result = call("--corpus", texts[0], "-o", tmp_path / "none" / "out")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hisparse.cli.generate import Device, Dtype
 from hisparse.errors import InputError
 
 
@@ -21,6 +22,8 @@ def calibrate(
     span: Annotated[
         int | None, typer.Option(min=5, help="Positions the windows spread over; default: the model's, at most 32768.")
     ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Measure mean and spread of every K and V channel of a model on text, and write them to a file."""
     from rich.console import Console
@@ -28,17 +31,15 @@ def calibrate(
 
     from hisparse.cli.generate import check_safetensors
     from hisparse.cli.progress import announce
-    from hisparse.cli.session import read_text
+    from hisparse.cli.session import read_model, read_text
     from hisparse.identity import ModelIdentity
-    from hisparse.models import context_window, load_model
-    from hisparse.models.bars import without_bars
+    from hisparse.models import context_window
     from hisparse.vtq.calibration import calibrate as measure
     from hisparse.vtq.calibration import sample_windows, save_calibration
 
     check_safetensors(output)
     texts = [read_text(path) for path in corpus]
-    with without_bars():
-        network, tokenizer = load_model(model)
+    network, tokenizer = read_model(model, device, dtype)
     window = context_window(network)
     if span is not None and window is not None and span > window:
         raise InputError(f"--span {span}: the model {model} has {window} positions; give --span {window} or less")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hisparse.cli.generate import Device, Dtype
 from hisparse.cli.progress import announce
 from hisparse.errors import InputError
 
@@ -38,7 +39,8 @@ def distill(
     prefix_length: Annotated[
         int, typer.Option("--prefix-length", help="Tokens in the window of the statistics.")
     ] = 128,
-    device: Annotated[str, typer.Option("--device", help="Device that runs the model, such as cpu or cuda:0.")] = "cpu",
+    device: Device = None,
+    dtype: Dtype = None,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the labels of an interrupted run.")] = False,
 ) -> None:
     """Learn from a frozen model which tokens matter, and write that as a TLIF file.
@@ -47,8 +49,8 @@ def distill(
     interrupted run goes on where it stopped when the same command is given again.
     """
     from hisparse.cli.generate import check_safetensors
-    from hisparse.models import context_window, load_model
-    from hisparse.models.bars import without_bars
+    from hisparse.cli.session import read_model
+    from hisparse.models import context_window
     from hisparse.tlif.distill import DistillPlan
     from hisparse.tlif.distill import distill as run
 
@@ -56,7 +58,6 @@ def distill(
     for path in (*corpus, *(more or ()), *(held_out or ())):
         if not path.is_file():  # said at once rather than after loading a model
             raise InputError(f"corpus {path}: no such file; give the path of a text file")
-    _check_device(device)
     if more and held_out:  # a shell's `--held-out *.txt` would else have held-out texts learned from
         raise InputError(
             f"{more[0]}: it is unclear whether this is to learn from or held out; name each file with its own "
@@ -73,8 +74,7 @@ def distill(
         prefix_length=prefix_length,
     )
     console = Console(stderr=True)
-    with without_bars():
-        loaded, tokenizer = load_model(model, device=device)
+    loaded, tokenizer = read_model(model, device, dtype)
     window = context_window(loaded)
     if window is not None and chunk > window:
         raise InputError(f"chunk = {chunk}: the model {model} has {window} positions; give --chunk {window} or less")
@@ -87,7 +87,7 @@ def distill(
                 tasks[stage] = progress.add_task(stage, total=total)
             progress.update(tasks[stage], completed=done)
 
-        card = run(loaded, tokenizer, plan, output, _command(plan, model, output), report, restart)
+        card = run(loaded, tokenizer, plan, output, _command(plan, model, output, dtype), report, restart)
     table = Table("text", "tokens", "AUC", "mean p", *(f"share >= {at}" for at in card.scores["thresholds"].values()))
     for name, scores in card.scores["held_out"].items():
         shares = (f"{scores[f'share_{key}']:.1%}" for key in card.scores["thresholds"])
@@ -98,23 +98,12 @@ def distill(
     console.print(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)")
 
 
-def _check_device(name: str) -> None:
-    import torch
-
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise InputError(f"device {name!r}: unknown; give cpu, cuda or cuda:N") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device {name!r}: this machine or this PyTorch has no CUDA; give cpu")
-
-
 def _bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)
 
 
-def _command(plan: object, model: str, output: Path) -> str:
+def _command(plan: object, model: str, output: Path, dtype: str | None) -> str:
     """The command that makes this file again, without the folders of this machine."""
     from hisparse.tlif.distill import DistillPlan
 
@@ -125,4 +114,5 @@ def _command(plan: object, model: str, output: Path) -> str:
             words += [name, path.name]
     for field in ("label", "tokens", "chunk", "epochs", "seed", "prefix_length"):
         words += [f"--{field.replace('_', '-')}", str(getattr(plan, field))]
+    words += [] if dtype is None else ["--dtype", dtype]
     return shlex.join([*words, "-o", output.name])

@@ -309,10 +309,21 @@ def compare_dense(model: Any, tokenizer: Any, result: Result, max_new_tokens: in
 
 
 def open_model(name: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """Load a model on "hisparse" attention: by default on CUDA where there is one, in float32 on the CPU."""
+    """A model on "hisparse" attention, and its tokenizer. Device and dtype as in `read_model`."""
+    import hisparse.integrations.transformers  # noqa: F401 - registers the attention implementation
+
+    model, tokenizer = read_model(name, device, dtype)
+    model.set_attn_implementation("hisparse")
+    return model, tokenizer
+
+
+def read_model(name: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    """A model and its tokenizer: by default on CUDA where there is one, in float32 on the CPU, else as it was saved.
+
+    Raises InputError for a device that is not there and for an unknown dtype, ModelError as `load_model`.
+    """
     import torch
 
-    import hisparse.integrations.transformers  # noqa: F401 - registers the attention implementation
     from hisparse.models import load_model
     from hisparse.models.bars import without_bars
 
@@ -327,9 +338,7 @@ def open_model(name: str, device: str | None, dtype: str | None) -> tuple[Any, A
     if dtype not in (None, "auto", "float32", "bfloat16", "float16"):
         raise InputError(f"--dtype {dtype}: unknown; use float32, bfloat16, float16 or auto")
     with without_bars():
-        model, tokenizer = load_model(name, dtype or ("float32" if target.type == "cpu" else "auto"), target)
-    model.set_attn_implementation("hisparse")
-    return model, tokenizer
+        return load_model(name, dtype or ("float32" if target.type == "cpu" else "auto"), target)
 
 
 def open_config(path: Path | None) -> HiSparseConfig:

@@ -78,9 +78,10 @@ class DistillPlan:
     def held_out_windows(self) -> int:
         return max(self.windows // 4, 2 * len(self.held_out)) if self.held_out else 0
 
-    def fingerprint(self, identity: ModelIdentity) -> str:
-        """Hash of everything that the labels depend on; epochs are not among it."""
+    def fingerprint(self, identity: ModelIdentity, dtype: torch.dtype) -> str:
+        """Hash of everything that the labels depend on; epochs are not among it. dtype: of the model."""
         key = {
+            "dtype": str(dtype),
             **identity.to_metadata(),
             "corpus": [file_hash(path) for path in self.corpus],
             "held_out": [file_hash(path) for path in self.held_out],
@@ -109,7 +110,7 @@ def distill(
     used or a checkpoint of other arguments (`restart` discards it), ModelError for an architecture without labels.
     """
     identity = ModelIdentity.of(model)
-    checkpoint = _Checkpoint(checkpoint_path(output), plan.fingerprint(identity), restart)
+    checkpoint = _Checkpoint(checkpoint_path(output), plan.fingerprint(identity, model.dtype), restart)
     windows = draw_windows(tokenizer, list(plan.corpus), plan.windows, plan.chunk, plan.seed)
     if len(windows) < _PARTS:
         raise InputError(

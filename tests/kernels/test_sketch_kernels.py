@@ -42,7 +42,7 @@ def make_keys(rows: int, row_size: int, heads: int, dim: int, strided: bool = Fa
 
 
 @pytest.mark.parametrize(("rows", "row_size", "heads", "dim", "bits"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sketches_are_the_nearest_codes(rows, row_size, heads, dim, bits, dtype) -> None:
     stats = make_stats(heads, dim).to(DEVICE)
     keys = make_keys(rows, row_size, heads, dim, strided=dtype == torch.bfloat16).to(dtype)
@@ -96,7 +96,7 @@ def test_rows_of_most_worth(heads: int, queries: int, rows: int, row_size: int, 
 
 
 @pytest.mark.parametrize(("rows", "row_size", "heads", "dim", "bits"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tokens_and_rows_lie_anywhere(rows, row_size, heads, dim, bits, dtype) -> None:
     stats = make_stats(heads, dim).to(DEVICE)
     make = torch.Generator().manual_seed(rows)

@@ -35,23 +35,28 @@ pytestmark = pytest.mark.server
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 HITS = ("vllm:prefix_cache_hits_total",)
 START = 240  # seconds that a server may take to start on a busy machine
+SMALL = (
+    "--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16",
+    "--kv-cache-memory-bytes", str(48 << 20), "--max-num-batched-tokens", "512",
+)  # fmt: skip
 
 
 class Server:
-    """A server in a process group of its own, and a client of it. command: instead of `hisparse serve default`."""
+    """A server in a process group of its own, and a client of it.
 
-    def __init__(self, log: Path, *more: str, command: Sequence[str] = ()) -> None:
+    command: instead of `hisparse serve default`; options: in place of those of a small server that computes exactly.
+    """
+
+    def __init__(self, log: Path, *more: str, command: Sequence[str] = (), options: Sequence[str] = SMALL) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log = log
-        options = ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16"]
-        options += ["--kv-cache-memory-bytes", str(48 << 20), "--max-num-batched-tokens", "512"]
-        options += ["--port", str(self.port), "--shutdown-timeout", "10", *more]
+        options = [*options, "--port", str(self.port), "--shutdown-timeout", "10", *more]
         environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*(command or (str(Path(sys.executable).with_name("hisparse")), "serve", "default")), *options],
+                [*(command or (sys.executable, "-m", "hisparse", "serve", "default")), *options],
                 stdout=file,
                 stderr=file,
                 env={name: value for name, value in environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"},
@@ -299,7 +304,8 @@ def test_metrics_tell_what_happened(server: Server) -> None:
     documented = (Path(__file__).resolve().parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
     names = {name for name in found if name.startswith("hisparse:") and not name.endswith("_created")}
     assert names == set(re.findall(r"`(hisparse:\w+)`", documented))
-    assert found["hisparse:hot_hits_total"] == found["hisparse:hot_misses_total"] == 0  # there are no buffers on a CPU
+    # There are no buffers on a CPU, and none in memory as small as this server's.
+    assert found["hisparse:hot_hits_total"] == found["hisparse:hot_misses_total"] == 0
 
 
 def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
@@ -323,6 +329,31 @@ def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
             break
         time.sleep(1)
     assert server.group() == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_server_on_a_gpu(tmp_path: Path, prose: str) -> None:
+    """Compiled, with CUDA graphs, in the weights' dtype, rows behind hot buffers."""
+    options = ("--max-model-len", "8192", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(2 << 30))
+    server = Server(tmp_path / "log", options=options)
+    try:
+        server.wait()
+        whole = server.client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=20)
+        assert "Paris" in whole.choices[0].message.content
+        asked = questions(prose, 3000, 8)
+        right = check(asked, ask_all(server, asked, 8, 24, 0))
+        time.sleep(1.5)
+        server.client.completions.create(model="default", prompt=asked[0].prompt, temperature=0, max_tokens=8)
+        found = server.metrics()
+        print(f"{right} of 8 right", {name: value for name, value in found.items() if name.startswith("hisparse:")})
+        assert right >= 4
+        assert found["hisparse:hot_bytes"] > 0
+        assert found["hisparse:hot_hits_total"] > found["hisparse:hot_misses_total"] > 0
+        assert found["vllm:kv_cache_usage_perc"] == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    finally:
+        server.end()
 
 
 def test_vllms_own_command_serves(tmp_path: Path) -> None:

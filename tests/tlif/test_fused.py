@@ -57,7 +57,7 @@ def poisoned() -> Iterator[None]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    features=st.sampled_from([64, 96, 128, 512]),
+    features=st.sampled_from([64, 96, 128, 192, 512, 1024]),
     prefix=st.sampled_from([1, 16, 128, 192]),
     tokens=st.integers(0, 200),
     past=st.integers(0, 192),
@@ -67,6 +67,11 @@ def poisoned() -> Iterator[None]:
 @example(features=512, prefix=128, tokens=200, past=128, queries=128, seed=0)
 @example(features=512, prefix=128, tokens=150, past=3, queries=64, seed=1)
 @example(features=512, prefix=1, tokens=129, past=0, queries=128, seed=2)
+@example(features=64, prefix=192, tokens=200, past=192, queries=64, seed=3)
+@example(features=128, prefix=128, tokens=200, past=128, queries=128, seed=4)
+@example(features=192, prefix=128, tokens=200, past=128, queries=128, seed=5)
+@example(features=1024, prefix=128, tokens=200, past=128, queries=128, seed=6)
+@example(features=1024, prefix=192, tokens=150, past=3, queries=64, seed=7)
 def test_importance_is_the_networks(
     features: int, prefix: int, tokens: int, past: int, queries: int, seed: int
 ) -> None:

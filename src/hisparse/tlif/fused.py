@@ -158,7 +158,7 @@ class FusedWeights:
             return out
         if queries is None:
             queries = MANY_QUERIES if tokens >= MANY and self.holds_many(prefix) else QUERIES
-        rows = torch.cat((recent, values)).contiguous()
+        rows = torch.cat((recent, values)) if past else values.contiguous()
         norm = torch.empty(len(rows), dtype=torch.float32, device=values.device)
         _norms[(-(-len(rows) // NORM_ROWS),)](
             rows, norm, len(rows), self.features, triton.next_power_of_2(self.features), NORM_ROWS

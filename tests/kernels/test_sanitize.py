@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_every_kernel_has_a_case() -> None:
 
 
 @pytest.fixture
-def as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels in CUDA C++ run in the emulator; in `DISPATCHED` tensors on the CPU get what serves those on a GPU."""
     if emulator.COMPILER is None:
         pytest.skip("needs g++")
@@ -162,6 +163,9 @@ def as_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    _dispatch.has_cuda.cache_clear()
+    yield
+    _dispatch.has_cuda.cache_clear()
 
 
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,12 @@ def one_by_one(engine: Engine, full: Full) -> None:
 
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("first", [False, True])
-def test_blocks_packed_together_are_those_packed_alone(kind: str, first: bool) -> None:
-    """On a GPU by graphs: those of each size capture first, then replay."""
+@pytest.mark.parametrize("heads", [2, 4])
+def test_blocks_packed_together_are_those_packed_alone(
+    kind: str, first: bool, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU by graphs: those of each size capture first, then replay. Pages of two heads have padding."""
+    monkeypatch.setitem(globals(), "HEADS", heads)
     together, alone = Engine(kind, CUDA), Engine(kind, False)
     for seed, number in enumerate((1, 3, 13, 3, 13, 1)):
         together.packer.pack(together.full(number, first, seed))

@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="of `hisparse serve`")
     arguments = parser.parse_args()
+    if arguments.context < 1:
+        parser.error(f"--context {arguments.context}: a prompt has one token at least")
 
     longest = arguments.context + TOKENS
     model = model_directory(arguments.shape, longest) if arguments.shape else arguments.model

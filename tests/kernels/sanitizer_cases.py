@@ -391,8 +391,8 @@ def vllm_pack() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "host_pool", tests.pool)
         patch.setattr(tests, "LAYERS", 1)
-        patch.setattr(tests, "HEADS", 4)  # pages without padding, which another twin would get
-        tests.test_blocks_packed_together_are_those_packed_alone("host", False)
+        # Four heads: pages without padding, which another twin would get.
+        tests.test_blocks_packed_together_are_those_packed_alone("host", False, 4, patch)
 
 
 @case("yardsticks", "bench/kernels.py:_read", "bench/kernels.py:_copy")

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,13 +274,18 @@ def test_clients_that_go_on_asking(tmp_path: Path, prose: str) -> None:
     server = Server(tmp_path / "log", "--num-gpu-blocks-override", str(blocks))
     try:
         server.wait()
-        answers = ask_all(server, asked, 32, 24, seconds / 3)
-        before = server.memory()
-        answers += ask_all(server, asked, 32, 24, seconds * 2 / 3)
-        after, found = server.memory(), server.metrics()
+        begin = time.monotonic()
+        with ThreadPoolExecutor(1) as beside:
+            asking = beside.submit(ask_all, server, asked, 32, 24, seconds)
+            time.sleep(seconds / 3)
+            before = server.memory()
+            time.sleep(seconds * 2 / 3)
+            after = server.memory()
+            answers = asking.result()
+        took, found = time.monotonic() - begin, server.metrics()
         right = check(asked, answers)
         wrong = sorted({(number, text) for number, text in answers if asked[number].value not in text})
-        print(f"{right} of {len(answers)} answers right, {found['vllm:num_preemptions_total']:.0f} preemptions")
+        print(f"{took:.0f} s: {right} of {len(answers)} right, {found['vllm:num_preemptions_total']:.0f} preemptions")
         print(f"{before:.0f} MiB after a third of the time, {after:.0f} MiB at the end; wrong: {wrong}")
         assert right >= 0.9 * len(answers)
         assert found["vllm:num_preemptions_total"] > 0

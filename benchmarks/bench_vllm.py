@@ -344,6 +344,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the kernels of some steps of each row")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
+        parser.error(f"--out {arguments.out}: no such folder; give a file in one that exists")
     if arguments.profile:
         import torch
 

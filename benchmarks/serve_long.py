@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("serve", nargs="*", metavar="-- OPTION", help="of `hisparse serve`")
     arguments = parser.parse_args()
+    if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
+        parser.error(f"--out {arguments.out}: no such folder; give a file in one that exists")
     if arguments.context < 1:
         parser.error(f"--context {arguments.context}: a prompt has one token at least")
 

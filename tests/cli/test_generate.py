@@ -158,7 +158,7 @@ def test_a_bad_prompt_file_is_named(
     path = tmp_path / "bad.txt" if data is None else write(tmp_path / "bad.txt", data)
     code, out, err = cli("generate", "-m", tiny_directory, "-f", path)
     assert code == 2
-    assert err.startswith(f"error: prompt file {path}: ")
+    assert err.startswith(f"error: text file {path}: ")
     assert says in err
     assert len(err.strip().splitlines()) == 1
     assert out == ""

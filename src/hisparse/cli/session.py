@@ -26,18 +26,18 @@ def read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError(f"prompt file {path}: {error.strerror}; give the path of a UTF-8 text file") from None
+        raise InputError(f"text file {path}: {error.strerror}; give the path of a UTF-8 text file") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"prompt file {path}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}); "
+            f"text file {path}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset {error.start}); "
             "convert it to UTF-8 text first"
         ) from None
     if "\0" in text:
-        raise InputError(f"prompt file {path}: a binary file (NUL at offset {data.index(0)}); give a UTF-8 text file")
+        raise InputError(f"text file {path}: a binary file (NUL at offset {data.index(0)}); give a UTF-8 text file")
     if not text.strip():
-        raise InputError(f"prompt file {path}: empty; give a text of at least one word")
+        raise InputError(f"text file {path}: empty; give a text of at least one word")
     return text
 
 

@@ -218,8 +218,8 @@ class _Checkpoint:
             raise InputError(f"checkpoint {self.path}: damaged ({error}); {remedy}") from None
         if metadata.get("fingerprint") != self.fingerprint or labels.shape != (windows, chunk):
             raise InputError(
-                f"checkpoint {self.path}: of a run with another model, corpus, label, seed or size; {remedy}, or "
-                "finish that run with its own arguments"
+                f"checkpoint {self.path}: of a run with another model, dtype, corpus, label, seed or size; {remedy}, "
+                "or finish that run with its own arguments"
             )
         return labels
 

@@ -116,6 +116,8 @@ def main() -> None:
     words += ["--served-model-name", "measured", *(["--load-format", "dummy"] if arguments.shape else [])]
     words += arguments.serve
     log, url = Path(tempfile.mkdtemp()) / "server.log", f"http://127.0.0.1:{port}"
+    # Told to end, it ends the server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"ended before the answer came:\n{log.read_text()[-2000:]}"))
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -123,6 +125,7 @@ def main() -> None:
         )
     try:
         started = wait(process, url, log)
+        print(f"the server started in {started:.0f} s", file=sys.stderr, flush=True)
         draw = random.Random(0)
         ask(url, "measured", [draw.randrange(100, 30000) for _ in range(64)])  # kernels compiled at their first use
         found = ask(url, "measured", [draw.randrange(100, 30000) for _ in range(arguments.context)])

@@ -16,20 +16,26 @@ FOLDERS = ("decode", "vtq", "kernels", "fetch", "ops", "vllm_engine", "tlif")
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in FOLDERS]
 
 
+TOOLS = ("memcheck", "racecheck")
+
+
 @dataclass(frozen=True)
 class Case:
-    """Something to run, and the kernels that it launches; see `Launches.missing`."""
+    """Something to run, the kernels that it launches (see `Launches.missing`), and the sanitizers that look on."""
 
     run: Callable[[], None]
     kernels: tuple[str, ...]
+    tools: tuple[str, ...] = TOOLS
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(name: str, *kernels: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def case(
+    name: str, *kernels: str, tools: tuple[str, ...] = TOOLS
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(run: Callable[[], None]) -> Callable[[], None]:
-        CASES[name] = Case(run, kernels)
+        CASES[name] = Case(run, kernels, tools)
         return run
 
     return add
@@ -380,17 +386,36 @@ def vllm_hot() -> None:
     inner(tests.test_slots_hold_the_rows_that_were_asked_for)(steps=[*batches, batches[0]], gone=[0, 7, 3])
 
 
-@case("vllm-pack", "ops/pack/pack.cu:pack INDEXED=1", "ops/sketch/kernels.py:sketch_bfloat16 INDEXED=1")
+VLLM_PACK = "ops/pack/pack.cu:pack INDEXED=1", "ops/sketch/kernels.py:sketch_bfloat16 INDEXED=1"
+
+
+@case("vllm-pack", *VLLM_PACK)
 def vllm_pack() -> None:
+    """Full blocks, packed by one launch after the other."""
+    pack_blocks(graphs=False)
+
+
+# Racecheck looks at a kernel's own shared memory: a graph launches the kernels of the case before.
+@case("vllm-graphs", *VLLM_PACK, tools=("memcheck",))
+def vllm_graphs() -> None:
     """Full blocks, packed by graphs where there is a GPU."""
+    pack_blocks(graphs=device_name() == "cuda")
+
+
+def pack_blocks(graphs: bool) -> None:
     import pytest
     import test_packing as tests
 
     from hisparse.integrations.vllm import memory
 
+    class Engine(tests.Engine):
+        def __init__(self, kind: str, captured: bool, **options: Any) -> None:
+            super().__init__(kind, captured and graphs, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "host_pool", tests.pool)
         patch.setattr(tests, "LAYERS", 1)
+        patch.setattr(tests, "Engine", Engine)
         # Four heads: pages without padding, which another twin would get.
         tests.test_blocks_packed_together_are_those_packed_alone("host", False, 4, patch)
 

@@ -30,8 +30,8 @@ from hisparse.ops import _cuda, _dispatch
 
 TESTS = Path(__file__).parents[1]
 SOURCES = TESTS.parent / "src/hisparse"
-NOT_INTERPRETED = ("yardsticks",)
-"""Cases whose kernels the interpreter cannot run."""
+NOT_INTERPRETED = ("yardsticks", "vllm-graphs")
+"""Cases whose kernels the interpreter cannot run, and one that is another one where there are no graphs."""
 DISPATCHED = {"prefill": ("unpack",), "vllm-hot": ("fetch",), "vllm-pack": ("pack", "sketch")}
 """Cases that ask for the twin that serves, and for which ops: on the CPU that would be the reference."""
 RACE = """finished

@@ -172,6 +172,15 @@ def test_warming_up_changes_nothing_that_counts(kind: str, mode: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_the_first_page_after_warming_up_is_looked_at() -> None:
+    engine = Engine("host", CUDA)
+    warm_packing(engine.packer)
+    assert [float(memory.error) for memory in engine.layers] == [0.0] * LAYERS
+    for seed in range(LAYERS):  # a graph looks at a page of one layer after the other
+        engine.packer.pack(engine.full(8, False, seed))
+    assert all(0 < float(memory.error) < 0.1 for memory in engine.layers)
+
+
 class Recorded:
     """In the place of a graph: packs what it is given, as the graph would."""
 

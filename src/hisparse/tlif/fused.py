@@ -25,8 +25,8 @@ MANY_HIDDEN = 32
 """Width of the first layer up to which MANY_QUERIES fit into a multiprocessor's memory."""
 LONGEST = 256 - QUERIES  # rows of a window
 FEATURES = 32  # of a row at a time
-SERVED = frozenset({512})
-"""Values of a row that the kernel takes unasked: those that it has been checked with on a GPU."""
+SERVED = range(64, 1024 + 1, FEATURES)
+"""Values of a row that the kernel takes unasked: such as it has been checked with on a GPU."""
 NORM_ROWS = 16
 # The interpreter multiplies bfloat16 as the whole numbers of their bits.
 OPERAND = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)

@@ -151,6 +151,16 @@ class LayerMemory:
         before, self._packed_pages = self._packed_pages, self._packed_pages + pages
         return before % CHECK_EVERY < pages
 
+    def books(self) -> tuple[Tensor, Tensor, int]:
+        """What packing counts and notes, to be taken back by `restore`."""
+        return self.faults.clone(), self.error.clone(), self._packed_pages
+
+    def restore(self, books: tuple[Tensor, Tensor, int]) -> None:
+        """Undo what was counted since `books`; the tensors stay where they are: a CUDA graph may know them."""
+        self.faults.copy_(books[0])
+        self.error.copy_(books[1])
+        self._packed_pages = books[2]
+
     def check(self, packing: Packing, k: Tensor) -> None:
         """Note the relative error of the keys of the packing's first page; k [m * W, H, D] as they were.
 

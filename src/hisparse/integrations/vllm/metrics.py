@@ -50,7 +50,7 @@ METRICS = {
     "host_bytes": Metric(False, "Bytes of the pool of rows in host memory, all layers."),
     "capacity_ratio": Metric(False, "Bytes in a dense bfloat16 cache over bytes here, at the longest request allowed."),
     "faulty_blocks": Metric(True, "Blocks of K or V that held inf or NaN: what was packed of them means nothing."),
-    "quantisation_error": Metric(False, "Relative error of the keys of the page that was checked last."),
+    "quantisation_error": Metric(False, "Relative error of the keys of the page checked last, mean over layers."),
 }
 PREFIX = "hisparse:"
 

@@ -152,7 +152,7 @@ class Packer:
         self.layers, self.decide, self.graphs = layers, decide, graphs
         self._captured: dict[tuple[int, bool], _Graph] = {}
         self._pool: Any = None
-        self._turn = 0
+        self.turn = 0  # of the layer that looks at one of its pages next
 
     def pack(self, full: Full) -> None:
         """Pack all of `full`. On a GPU as few graphs as add up to it; the first time, eagerly."""
@@ -190,8 +190,8 @@ class Packer:
 
     def _check(self, graph: _Graph) -> None:
         """One layer after the other looks at one of its pages, now and then."""
-        memory = self.layers[self._turn % len(self.layers)]
+        memory = self.layers[self.turn % len(self.layers)]
         if memory.counts(len(graph.packing.pages)):
-            self._turn += 1
+            self.turn += 1
             keys, _ = memory.read(graph.full.place)
             memory.check(graph.packing, keys.flatten(0, 1))

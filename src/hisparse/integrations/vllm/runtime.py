@@ -378,7 +378,10 @@ class Runtime:
             found["hot_bytes"] = self.hot_size.bytes * len(layers)
             found.update(self._anchor_hit_rate())
             found["faulty_blocks"] = self._faults(layers)
-            found["quantisation_error"] = float(torch.stack([memory.error for memory in layers]).mean())
+            # Those of layers that have looked at none of their pages yet are 0, those of faulty blocks not a number.
+            errors = torch.stack([memory.error for memory in layers])
+            if len(errors := errors[errors > 0]):
+                found["quantisation_error"] = float(errors.mean())
             found["device_bytes"] = sum(len(memory.dense) for memory in layers) * self.layout.block_bytes
             found["host_bytes"] = sum(0 if self.layout.rows_on_device else memory.row_pages.nbytes for memory in layers)
         return found

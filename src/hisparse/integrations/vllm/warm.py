@@ -172,14 +172,15 @@ def _prefill(memory: LayerMemory, plan: Plan) -> None:
 
 def warm_packing(packer: Packer) -> None:
     """Pack block 0, which is nobody's, and capture it. What layers count stays as it was."""
-    before = [(memory.faults.clone(), memory.error.clone()) for memory in packer.layers]
+    before = [memory.books() for memory in packer.layers]
+    turn = packer.turn
     device, tokens = packer.layers[0].blocks.device, packer.layers[0].layout.tokens
     for number, first in (*((n, False) for n in TOGETHER), (1, True)):
         nowhere = torch.zeros(number, tokens, dtype=torch.int64, device=device)
         packer.pack(Full(nowhere[:, 0], Place(nowhere, nowhere), first))
-    for memory, (faults, error) in zip(packer.layers, before, strict=True):
-        memory.faults.copy_(faults)
-        memory.error.copy_(error)
+    for memory, books in zip(packer.layers, before, strict=True):
+        memory.restore(books)
+    packer.turn = turn  # the first real page is looked at
 
 
 def warm_prefill(memory: LayerMemory, q_heads: int) -> None:

@@ -157,7 +157,7 @@ def main() -> int:
         parser.error("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
     clean = True
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        jobs = [(name, tool) for name in arguments.cases or CASES for tool in CASES[name].tools]
+        jobs = [(name, tool) for name in arguments.cases or CASES for tool in CLEAN]
         for name, tool, good, text in pool.map(lambda job: sanitize(job[0], job[1], arguments.timeout), jobs):
             print(f"{name:14} {tool:10} {text}", flush=True)
             clean &= good

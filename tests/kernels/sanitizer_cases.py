@@ -16,26 +16,20 @@ FOLDERS = ("decode", "vtq", "kernels", "fetch", "ops", "vllm_engine", "tlif")
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in FOLDERS]
 
 
-TOOLS = ("memcheck", "racecheck")
-
-
 @dataclass(frozen=True)
 class Case:
-    """Something to run, the kernels that it launches (see `Launches.missing`), and the sanitizers that look on."""
+    """Something to run, and the kernels that it launches; see `Launches.missing`."""
 
     run: Callable[[], None]
     kernels: tuple[str, ...]
-    tools: tuple[str, ...] = TOOLS
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(
-    name: str, *kernels: str, tools: tuple[str, ...] = TOOLS
-) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def case(name: str, *kernels: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     def add(run: Callable[[], None]) -> Callable[[], None]:
-        CASES[name] = Case(run, kernels, tools)
+        CASES[name] = Case(run, kernels)
         return run
 
     return add
@@ -395,8 +389,7 @@ def vllm_pack() -> None:
     pack_blocks(graphs=False)
 
 
-# Racecheck looks at a kernel's own shared memory: a graph launches the kernels of the case before.
-@case("vllm-graphs", *VLLM_PACK, tools=("memcheck",))
+@case("vllm-graphs", *VLLM_PACK)
 def vllm_graphs() -> None:
     """Full blocks, packed by graphs where there is a GPU."""
     pack_blocks(graphs=device_name() == "cuda")

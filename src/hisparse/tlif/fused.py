@@ -25,7 +25,7 @@ MANY_HIDDEN = 32
 """Width of the first layer up to which MANY_QUERIES fit into a multiprocessor's memory."""
 LONGEST = 256 - QUERIES  # rows of a window
 FEATURES = 32  # of a row at a time
-SERVED = range(64, 1024 + 1, FEATURES)
+SERVED = frozenset({64, 96, 128, 192, 512, 1024})
 """Values of a row that the kernel takes unasked: such as it has been checked with on a GPU."""
 NORM_ROWS = 16
 # The interpreter multiplies bfloat16 as the whole numbers of their bits.

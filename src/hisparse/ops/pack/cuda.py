@@ -21,8 +21,6 @@ __all__ = ["FOLDER", "SOURCE", "macros", "pack_pages", "pack_tokens", "serves"]
 
 SOURCE = "pack/pack.cu"
 WARPS = 4
-ROUNDS = 2
-"""How many times as many programs as the device holds at once, rounded down: one left over would run alone."""
 
 
 def serves(k: Tensor, v: Tensor, stats: ChannelStats, fmt: PageFormat) -> bool:
@@ -127,11 +125,12 @@ def _launch(
     """k, v [n, P, H, D], or [1, N, H, D] with lists of tokens and places."""
     kernel = load_kernel(SOURCE, "pack", defines, device=k.device)
     together = 32 * 32 // (fmt.tokens * fmt.head_dim)  # pages a warp packs at once
+    # As many programs as the device holds at once, rounded down: one left over would run alone.
     held = torch.cuda.get_device_properties(k.device.index).multi_processor_count * kernel.resident(32 * WARPS)
     wanted = -(-number // (together * WARPS))
     arguments = (k, v, stats.k_mean, stats.k_rate, stats.v_mean, stats.v_rate, stats.order, tokens, places)
     kernel(
-        grid=(min(wanted, max(1, held * ROUNDS // (2 * fmt.heads))), 2 * fmt.heads, 1),
+        grid=(min(wanted, max(1, held // (2 * fmt.heads))), 2 * fmt.heads, 1),
         block=32 * WARPS,
         args=[*arguments, pages, bad, number, *k.stride()[:3], *v.stride()[:3]],
     )

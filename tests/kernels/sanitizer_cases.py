@@ -357,7 +357,7 @@ def vllm_step() -> None:
 
     for skip in (None, 3):
         inner(tests.test_tables)(first=7, other=9, width=300, batch=3, skip=skip, seed=1)
-    tests.test_renewed_dense_tokens(4, 128, torch.bfloat16)
+    tests.test_renewed_dense_tokens(4, 128, torch.bfloat16, "narrowed")
     for config in ("host", "device", "raw"):
         drawn = Draws(config=[config], tail=[40], root=[12.3], batch=[4], unnamed=[1], past=[0, 900, 333, 70])
         drawn.values |= {"new": [1, 1, 1, 0], "found": [0, 3, 0], "no_ring": [1], "most": [40], "each": [9]}

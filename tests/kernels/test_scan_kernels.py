@@ -79,6 +79,7 @@ CASES = [  # heads, head_dim, queries, bits, row_size, counts, width
     pytest.param(2, 128, 4, 1, 8, [1, 23], 23, id="2x128-4q-1bit-rows8"),
     pytest.param(4, 64, 1, 2, 4, [17], 20, id="4x64-1q-2bit-rows4"),
     pytest.param(3, 64, 3, 1, 4, [0, 5, 37], 40, id="3x64-3q-1bit-an-empty-sequence"),
+    pytest.param(3, 64, 3, 2, 4, [0, 5, 37], 40, id="3x64-3q-2bit-two-heads-an-operand"),
     pytest.param(1, 256, 16, 2, 2, [33], 33, id="1x256-16q-2bit-rows2"),
     pytest.param(2, 96, 7, 2, 4, [123], 123, id="2x96-7q-2bit-rows4"),
     pytest.param(1, 96, 2, 1, 1, [5], 5, id="1x96-2q-1bit-rows1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +161,28 @@ def test_attention_is_dense_attention_up_to_packing(name: str) -> None:
         assert error(*engine.decode([some, other], together=i % 30 == 0)) < limit
     assert error(*engine.read(some, 150)) < limit
     assert error(*engine.decode([some])) < limit
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", [(300, 70, 170), (1, 400), (130, 64, 65, 129)])
+def test_requests_of_unequal_lengths_decode_together_by_kernels(
+    name: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a step has a chunk as well: tables are columns of wider ones, as wide as the longest request needs."""
+    pytest.importorskip("hisparse.integrations.vllm.step_kernels")
+    engine, requests = Engine(settings_of(name)), [Request() for _ in lengths]
+    for request, length in zip(requests, lengths, strict=True):
+        engine.read(request, length)
+    step = engine.step(requests, [1] * len(requests))
+    assert not step.dense.block.is_contiguous()
+    q = engine.randn(len(requests), QUERIES, DIM)
+    k, v = engine.randn(2, len(requests), HEADS, DIM)
+    own = engine.memory
+    alone = own.decode(q, k, v, step)
+    monkeypatch.setenv("HISPARSE_BACKEND", "triton")
+    together = copy(own)
+    together.batched = True
+    torch.testing.assert_close(together.decode(q, k, v, step), alone, rtol=1e-3, atol=1e-4)
 
 
 @given(

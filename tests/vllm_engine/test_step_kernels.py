@@ -46,14 +46,17 @@ def test_tables(first: int, other: int, width: int, batch: int, skip: int | None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (1, 24), (4, 128)])
-def test_renewed_dense_tokens(heads: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tables", ["whole", "narrowed", "mixed"])
+def test_renewed_dense_tokens(heads: int, dim: int, dtype: torch.dtype, tables: str) -> None:
     make = torch.Generator().manual_seed(heads)
     memory = torch.randn(17, 5 * 2 * heads * dim + 16, generator=make).to(dtype).to(DEVICE)
     dense = memory[:, : 5 * 2 * heads * dim].view(17, 5, 2, heads, dim)
     batch, slots = 4, 19
     places = torch.randperm(85, generator=make)[: batch * (slots + 1)].view(batch, -1).to(DEVICE)
     past = torch.tensor([0, 7, 8, 18], dtype=torch.int32, device=DEVICE)
-    block, slot = places[:, :slots] // 5, places[:, :slots] % 5
+    block, slot = places // 5, places % 5
+    columns = {"whole": block[:, :slots].contiguous(), "narrowed": block[:, :slots], "mixed": block[:, :slots]}
+    block, slot = columns[tables], slot[:, :slots] if tables == "narrowed" else slot[:, :slots].contiguous()
     new = places.gather(1, past[:, None].long())[:, 0]
     qkv = torch.randn(batch, 5, heads, dim, generator=make).to(dtype).to(DEVICE)
     k, v = qkv[:, 1], qkv[:, 3]

@@ -64,8 +64,8 @@ def fill_table(
 
 @triton.jit
 def _renew(
-    p_dense, p_block, p_slot, p_past, p_new_block, p_new_slot, p_k, p_v, p_out, p_length, slots, block_stride,
-    k_stride, v_stride, HALF: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
+    p_dense, p_block, p_slot, p_past, p_new_block, p_new_slot, p_k, p_v, p_out, p_length, slots, table_stride,
+    block_stride, k_stride, v_stride, HALF: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     past = tl.load(p_past + b)
@@ -78,8 +78,9 @@ def _renew(
         slot = first + tl.arange(0, SLOTS)
         there = slot < tl.minimum(past, slots)
         at = b.to(tl.int64) * slots + slot
-        block = tl.load(p_block + at, mask=there, other=0)
-        place = tl.load(p_slot + at, mask=there, other=0)
+        entry = b.to(tl.int64) * table_stride + slot
+        block = tl.load(p_block + entry, mask=there, other=0)
+        place = tl.load(p_slot + entry, mask=there, other=0)
         source = block * block_stride + place * (2 * HALF)
         mask = there[:, None] & inside[None]
         for half in tl.static_range(2):
@@ -104,9 +105,11 @@ def renew(
     """Write each request's new token to its ring and gather what it reads densely, the new token last.
 
     dense: [blocks, slots, 2, H, D], changed in place; block, slot: int64 [B, S], of which the first past int32 [B] are
-    read; new_block, new_slot: int64 [B]; k, v: [B, H, D]. Returns [B, S, 2, H, D], undefined beyond ``past + 1``, and
-    that number, int32 [B].
+    read: columns of wider tables, too. new_block, new_slot: int64 [B]; k, v: [B, H, D]. Returns [B, S, 2, H, D],
+    undefined beyond ``past + 1``, and that number, int32 [B].
     """
+    if block.stride() != slot.stride() or block.stride(1) != 1:
+        block, slot = block.contiguous(), slot.contiguous()
     (batch, slots), (heads, dim) = block.shape, dense.shape[3:]
     half = heads * dim
     k, v = (x if x.stride()[1:] == (dim, 1) else x.contiguous() for x in (k.to(dense.dtype), v.to(dense.dtype)))
@@ -114,8 +117,8 @@ def renew(
     length = torch.empty(batch, dtype=torch.int32, device=dense.device)
     if batch:
         _renew[(triton.cdiv(slots, SLOTS), batch)](
-            dense, block, slot, past, new_block, new_slot, k, v, out, length, slots, dense.stride(0), k.stride(0),
-            v.stride(0), half, triton.next_power_of_2(half), SLOTS,
+            dense, block, slot, past, new_block, new_slot, k, v, out, length, slots, block.stride(0), dense.stride(0),
+            k.stride(0), v.stride(0), half, triton.next_power_of_2(half), SLOTS,
         )  # fmt: skip
     return out, length
 

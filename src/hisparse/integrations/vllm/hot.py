@@ -63,6 +63,14 @@ def hot_size(selection: SelectionConfig, layout: BlockLayout, budget: int, reque
     return HotSize(slots, served, slots * (layout.row.page_bytes + BOOKS) + 4 * rows, rows)
 
 
+def why_no_buffer(layout: BlockLayout, context: int) -> tuple[str, int, str]:
+    """Where `hot_size` has no slots: what takes too much, more than which part of the memory, and what changes it."""
+    if 4 * layout.rows_per_block > HOT_SHARE * layout.block_bytes:
+        return "the list of where each row lies", round(1 / HOT_SHARE), "So it does with any memory: blocks are small"
+    what = f"what one request of {context} tokens recalls"
+    return what, round(1 / HOT_SHARE), "More KV memory or a shorter --max-model-len changes it"
+
+
 class Claims:
     """int32 [rows]: which entry of the step in progress stands for each row. All layers use one after the other."""
 

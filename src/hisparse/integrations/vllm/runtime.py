@@ -13,7 +13,7 @@ from hisparse.errors import ConfigError, UnsupportedError
 from hisparse.integrations.vllm.anchors import AnchorShare
 from hisparse.integrations.vllm.companions import choose_kept, companions, of_rank
 from hisparse.integrations.vllm.compat import flash_attention_3
-from hisparse.integrations.vllm.hot import HOT_SHARE, Claims, HotRows, HotSize, hot_size
+from hisparse.integrations.vllm.hot import Claims, HotRows, HotSize, hot_size, why_no_buffer
 from hisparse.integrations.vllm.layout import BlockLayout, choose_layout
 from hisparse.integrations.vllm.memory import LayerMemory
 from hisparse.integrations.vllm.options import Options, refuse
@@ -152,10 +152,9 @@ class Runtime:
             )
         elif self.static and self.layout.host_rows and self.config.selection.hot_factor:
             logger.warning(
-                "HiSparse: no hot buffer, every step reads its rows from host memory: what one request of %d tokens "
-                "recalls takes more than 1/%d of the KV memory. More KV memory or a shorter --max-model-len changes it",
-                self.context,
-                round(1 / HOT_SHARE),
+                "HiSparse: no hot buffer, every step reads its rows from host memory: %s takes more than 1/%d of the KV "
+                "memory. %s",
+                *why_no_buffer(self.layout, self.context),
             )
 
     def add_layer(self, model_layer: int) -> int:

@@ -152,8 +152,8 @@ class Runtime:
             )
         elif self.static and self.layout.host_rows and self.config.selection.hot_factor:
             logger.warning(
-                "HiSparse: no hot buffer, every step reads its rows from host memory: %s takes more than 1/%d of the KV "
-                "memory. %s",
+                "HiSparse: no hot buffer, every step reads its rows from host memory: %s takes more than 1/%d of the "
+                "KV memory. %s",
                 *why_no_buffer(self.layout, self.context),
             )
 

@@ -58,7 +58,11 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 def engine(
     config: dict[str, Any] | None, memory: int = 256 * MIB, block_tokens: int = 256, **options: Any
 ) -> Iterator[Any]:
-    """A vLLM engine in float32; `config` None for the stock backend, else HiSparse's configuration."""
+    """A vLLM engine in float32; `config` None for the stock backend, else HiSparse's configuration.
+
+    On a GPU with CUDA graphs, but not compiled.
+    """
+    import torch
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -70,7 +74,8 @@ def engine(
         "dtype": "float32",
         "max_model_len": 2048,
         "kv_cache_memory_bytes": memory,
-        "enforce_eager": True,
+        "enforce_eager": not torch.cuda.is_available(),
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if torch.cuda.is_available() else {},
         "disable_log_stats": False,
         "seed": 0,
     }

@@ -37,7 +37,6 @@ from hisparse.vtq.stats import ChannelStats
 
 LONGEST = 1 << 20  # tokens: the layout and the budget are those of --max-model-len at this length
 TOKENS = 256  # of a block
-KV_MEMORY = 80_000_000_000  # bytes, of all layers: the size of the hot buffer follows from it
 STEPS, WARM = 24, 8
 
 
@@ -58,7 +57,8 @@ def tables(
     ring[:, blocks : blocks + layout.ring_blocks] = own
     past = torch.full((batch,), context + 40, device=device)
     new = torch.ones(batch, dtype=torch.int64, device=device)
-    return make_step(layout, config.selection, pages, ring, past, new, width).limited(most, budget)
+    step = make_step(layout, config.selection, pages, ring, past, new, width)
+    return step.limited(most, budget) if most else step
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     # They lie in any order and anywhere in the pool, as those of a server that has run for a while do.
     mine = 1 + torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(1))[:needed].int().to(device)
     held, own = mine[: batch * each].view(batch, each), mine[batch * each :].view(batch, layout.ring_blocks)
-    size = hot_size(config.selection, layout, budget, batch, KV_MEMORY // shape.layers)
+    size = hot_size(config.selection, layout, budget, batch, arguments.kv_memory // shape.layers)
     size = size._replace(rows=blocks * layout.rows_per_block)
     order = torch.arange(shape.dim)
     stats = ChannelStats.identity(shape.heads, shape.dim, order).to(device)
@@ -83,7 +83,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     layers = []
     for index in range(number):
         data = torch.zeros(blocks, 1, 1, layout.block_bytes, dtype=torch.uint8, device=device)
-        hot = HotRows(size, layout, int(config.selection.hot_factor * budget), batch, claims, device)
+        room = int(config.selection.hot_factor * budget)
+        hot = HotRows(size, layout, room, batch, claims, device) if size.slots else None
         anchors = AnchorShare(device) if arguments.anchors and index == number - 1 else None
         memory = backend.LayerMemory(layout, config, data, stats, order, shape.dim**-0.5, budget, True, hot, anchors)
         filling = Filling(memory)
@@ -96,7 +97,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for new in noise[:-1]:
         walk.append(walk[-1] * (1 - 1e-3) + new * (2e-3) ** 0.5 * 0.5)
     fast = arguments.drift
-    queries = ((1 - fast * fast) ** 0.5 * torch.stack(walk[1:]) + fast * noise[:-1].flip(0)).bfloat16()
+    queries = (1 - fast * fast) ** 0.5 * torch.stack(walk[1:]) + fast * noise[:-1].flip(0)
+    queries = (arguments.spread * queries).bfloat16()
     k, v = (torch.randn(batch, shape.heads, shape.dim, generator=make, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(queries[0])
 
@@ -122,17 +124,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     replay_us(timed, arguments.seconds)
     clock = clock_mhz()
     warm.replay()
-    before = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0)
+    before = counts(layers)
     us = (replay_us(timed, 0.0) - alone) / STEPS / number
-    found = torch.stack([memory.hot.counts() for memory in layers if memory.hot is not None]).sum(0) - before
+    found = counts(layers) - before
     hits, missed = int(found[0]), int(found[1])
     return {
         "shape": arguments.shape, "context": arguments.context, "batch": batch, "layers": number, "pool": blocks,
         "anchors": arguments.anchors, "weights": arguments.weights,
-        "seconds": arguments.seconds, "clock_mhz": clock, "us": round(us, 1),
+        "seconds": arguments.seconds, "spread": arguments.spread, "clock_mhz": clock, "us": round(us, 1),
         "hit_rate": round(hits / max(hits + missed, 1), 3), "missed": round(missed / STEPS / number),
         "kernels_us": kernels(timed, STEPS * number),
     }  # fmt: skip
+
+
+def counts(layers: list[backend.LayerMemory]) -> Tensor:
+    """int64 [4], as of `HotRows.counts`, of all layers; zero where they have no buffers."""
+    buffers = [memory.hot.counts() for memory in layers if memory.hot is not None]
+    return torch.stack(buffers).sum(0) if buffers else torch.zeros(4, dtype=torch.int64)
 
 
 def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -188,6 +196,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="of the same work before it is timed")
     parser.add_argument("--anchors", action="store_true", help="the last layer counts the anchor hit rate, too")
     parser.add_argument("--drift", type=float, default=0.3)
+    parser.add_argument("--spread", type=float, default=1.0, help="length of queries; 0.001: rows of one worth")
+    parser.add_argument("--kv-memory", type=int, default=80_000_000_000, help="bytes; 0: no hot buffer")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

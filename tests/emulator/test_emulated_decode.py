@@ -6,6 +6,7 @@ import ctypes
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import decode_oracle
@@ -56,6 +57,27 @@ def test_the_result_goes_where_it_is_wanted(run: Any) -> None:
     result = cuda.decode_attention(*case.arguments(), None, None, False, "rope", out=target)
     assert result.out is target
     assert torch.equal(target, run(case, 0).out)
+
+
+def test_counts_tables_and_lengths_within_wider_ones(run: Any) -> None:
+    """What lies between their elements belongs to others, and is not read."""
+
+    def column(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x + 1, x, x + 2], -1)[..., 1]
+
+    case = make_case(torch.bfloat16, **COMMON, counts=(37, 0, 5), rows=(2, 0, 17), lengths=(37, 0, 3))
+    assert case.kept is not None
+    assert case.recalled is not None
+    for early in (None, cuda.reserve(case.q, case.dense_k)):
+        strided = replace(
+            case,
+            dense_len=column(case.dense_len),
+            kept=replace(case.kept, count=column(case.kept.count)),
+            recalled=replace(
+                case.recalled, table=column(case.recalled.table), count=column(case.recalled.count)
+            ),
+        )  # fmt: skip
+        check(case, cuda.decode_attention(*strided.arguments(), None, None, False, "rope", early=early))
 
 
 @pytest.mark.parametrize(

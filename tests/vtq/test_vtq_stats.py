@@ -97,6 +97,20 @@ def test_scales_have_a_floor() -> None:
     assert (stats.k_scale[1] == 1).all()
 
 
+def test_kernels_find_statistics_as_they_read_them() -> None:
+    """One scale for all heads, means of heads last, an order of 32 bits: rows of float32, an order of 64 bits."""
+    mean, scale = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.rand(8) + 0.5
+    stats = ChannelStats(
+        mean.T, scale.expand(3, 8), mean.T, scale.expand(3, 8), torch.arange(16).flip(0)[::2].int() // 2
+    )
+    for x, want in ((stats.k_mean, mean.T), (stats.k_scale, scale.expand(3, 8)), (stats.v_mean, mean.T)):
+        assert x.is_contiguous()
+        assert torch.equal(x, want)
+    assert stats.order.dtype == torch.int64
+    assert stats.order.tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert all(x.is_contiguous() for x in (stats.v_scale, stats.order, stats.k_rate, stats.v_rate, stats.query_basis))
+
+
 def test_bad_statistics_are_refused() -> None:
     good = ChannelStats.identity(2, 8)
     with pytest.raises(FormatError, match="k_mean has shape"):

@@ -69,6 +69,8 @@ class ChannelStats:
                 continue
             if not bool(value.isfinite().all()) or (name.endswith("scale") and not bool((value > 0).all())):
                 raise FormatError(f"channel statistics: {name} holds inf, NaN or a scale <= 0; calibrate again")
+            if not value.is_contiguous():  # kernels read rows of [H, D]
+                object.__setattr__(self, name, value.contiguous())
         basis = self.key_basis
         if basis is not None and (
             tuple(basis.shape) != (*shape, shape[1]) or not (basis.is_meta or bool(basis.isfinite().all()))
@@ -81,6 +83,7 @@ class ChannelStats:
             return
         if self.order.tolist() != self.order.long().tolist() or sorted(self.order.tolist()) != list(range(shape[1])):
             raise FormatError(f"channel statistics: order is not a permutation of the {shape[1]} channels")
+        object.__setattr__(self, "order", self.order.long().contiguous())  # as kernels read it
 
     @classmethod
     def identity(cls, heads: int, head_dim: int, order: Tensor | None = None) -> ChannelStats:

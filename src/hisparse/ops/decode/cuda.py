@@ -253,13 +253,19 @@ def decode_attention(
     fmt = next((pages.fmt for pages in parts if pages is not None), None) or _any_format(dense_k)
     batch, q_heads, dim = q.shape
     heads = dense_k.shape[1]
-    given = (q, dense_k, dense_v, *(pages.table for pages in parts if pages is not None))
+    present = [pages for pages in parts if pages is not None]
+    given = (q, dense_k, dense_v, dense_len, *(x for pages in present for x in (pages.table, pages.count)))
     if not _even(q):
         q = q.contiguous()
     if dense_k.stride() != dense_v.stride() or not _even(dense_k) or not _even(dense_v):
         dense_k, dense_v = dense_k.contiguous(), dense_v.contiguous()
-    parts = [None if pages is None else replace(pages, table=pages.table.contiguous()) for pages in parts]
-    used = (q, dense_k, dense_v, *(pages.table for pages in parts if pages is not None))
+    dense_len = dense_len.contiguous()
+    parts = [
+        None if pages is None else replace(pages, table=pages.table.contiguous(), count=pages.count.contiguous())
+        for pages in parts
+    ]
+    present = [pages for pages in parts if pages is not None]
+    used = (q, dense_k, dense_v, dense_len, *(x for pages in present for x in (pages.table, pages.count)))
     copied = any(x is not y and x.data_ptr() != y.data_ptr() for x, y in zip(given, used, strict=True))
     sizes = tuple(4 if pages is None else pages.fmt.tokens for pages in parts)  # what is absent needs a size, too
     tune = tuning or default_tuning(fmt, sizes, q_heads // heads)

@@ -20,6 +20,8 @@ import emulator
 from emulator import EmulatedKernel, behind
 from hisparse.ops._cuda import read_source
 from hisparse.ops.decode import DecodeResult
+from hisparse.ops.pack import pack_pages
+from hisparse.vtq.stats import ChannelStats
 
 cuda = pytest.importorskip("hisparse.ops.decode.cuda")
 COMMON = {"heads": 4, "queries": 8, "dim": 128, "tokens": 8, "group": 64, "split": "rope"}
@@ -153,6 +155,23 @@ def test_dense_slots_alone(run: Any) -> None:
     case = make_case(torch.bfloat16, **COMMON, counts=(0, 0, 0), rows=None, lengths=(200, 0, 65))
     case.kept = None
     check(case, run(case, 1, split="never"))
+
+
+@pytest.mark.parametrize("rise", [16.0, 18.0, 40.0])
+@pytest.mark.parametrize("value", [0.0, 2.5])
+def test_values_that_are_all_alike(rise: float, value: float, run: Any) -> None:
+    """Steps next to nothing: weights grow until they leave float32, whatever they are multiplied by."""
+    case = make_case(torch.bfloat16, 1, 1, 64, 16, (5, 5), counts=(12,), rows=None, lengths=(1,))
+    stats = ChannelStats.identity(1, 64)
+    assert case.kept is not None
+    k = 0.1 * torch.randn(12, 16, 1, 64, generator=torch.Generator().manual_seed(0))
+    k[:6, ..., 0], k[6:, ..., 0] = 0, rise
+    pool = pack_pages(k.bfloat16(), torch.full(k.shape, value).bfloat16(), stats, case.kept.fmt, "rope")
+    table = torch.arange(12, dtype=torch.int32)[None]
+    case = replace(case, q=torch.zeros_like(case.q), stats=stats, kept=replace(case.kept, pool=pool, table=table))
+    case.q[..., 0] = 8.0
+    for tuning in (None, cuda.Tuning(1, 2)):
+        check(case, run(case, 0, tuning=tuning))
 
 
 @pytest.mark.parametrize(("counts", "rows"), [((160,), (70,)), ((10,), (150,)), ((0,), (190,))], ids=str)

@@ -9,6 +9,8 @@ constexpr int CHUNKS = DIM / 32;   // 16-byte pieces of a token's nibble plane
 constexpr int EXTRA = DIM / 8;     // bytes of a token's extra plane
 constexpr float FAR = -1e30f;
 constexpr float ROOM = 64.f;  // a weight beyond this moves the reference
+constexpr float LEAST = 7.8886091e-31f;  // 2^-100, added to steps there: those of constant values are next to nothing, and
+                                         // sums of weights would leave float32 before weight * step is large
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float CENTRE = V_BITS == 5 ? 15.5f : 7.5f;
 
@@ -182,7 +184,6 @@ __device__ inline void attend_tile(State& s, const Places& places, u32 stage, in
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) step[r][group] = bits(v_scales[r][group] << 16);
     auto weigh = [&]() {
-        largest = 0.f;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
 #pragma unroll
@@ -194,7 +195,8 @@ __device__ inline void attend_tile(State& s, const Places& places, u32 stage, in
             float widest = step[r][0];
 #pragma unroll
             for (int group = 1; group < GROUPS; group++) widest = fmaxf(widest, step[r][group]);
-            largest = fmaxf(largest, fmaxf(p[r][0], p[r][1]) * widest);
+            const float most = fmaxf(p[r][0], p[r][1]) * (widest + LEAST);
+            largest = r ? fmaxf(largest, most) : most;
         }
     };
     weigh();

@@ -81,7 +81,8 @@ def test_triton_reads_every_width(bits: tuple[int, int], split: str, monkeypatch
 @needs_triton
 @pytest.mark.parametrize(
     ("dim", "group", "queries", "tokens"),
-    [(96, 96, 1, 4), (128, 64, 7, 16), (64, 32, 16, 8), (80, 80, 2, 8), (256, 64, 1, 4), (64, 64, 8, 64)],
+    [(96, 96, 1, 4), (128, 64, 7, 16), (64, 32, 16, 8), (80, 80, 2, 8), (256, 64, 1, 4), (64, 64, 8, 64)]
+    + [(256, 32, 1, 4), (64, 8, 2, 8)],
     ids=str,
 )
 def test_triton_at_every_shape(
@@ -97,6 +98,22 @@ def test_triton_at_every_shape(
 @needs_triton
 def test_triton_reads_raw_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(torch.bfloat16, raw=True, counts=(5,), rows=(3,), lengths=(1,), heads=2)
+    check(case, run_triton(case, monkeypatch, page_mass=True), page_mass=True)
+
+
+@needs_triton
+def test_triton_reads_lengths_within_wider_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and counts as columns, tables turned on their side."""
+
+    def column(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, torch.full_like(x, 1), x + 1], 1)[:, 0]
+
+    case = make_case(counts=(1, 0, 4), rows=(3, 0, 2), lengths=(2, 0, 37))
+    case.dense_len = column(case.dense_len)
+    for name in ("kept", "recalled"):
+        pages = getattr(case, name)
+        table = pages.table.T.contiguous().T
+        setattr(case, name, Pages(pages.pool, table, column(pages.count), pages.fmt))
     check(case, run_triton(case, monkeypatch, page_mass=True), page_mass=True)
 
 

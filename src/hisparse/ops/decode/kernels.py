@@ -45,13 +45,14 @@ def _words(p_row, c_group, n_group, PAD: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _extra(p_row, at, GP: tl.constexpr, EIGHTH: tl.constexpr, TURNED: tl.constexpr):
+def _extra(p_row, at, GP: tl.constexpr, WORDS: tl.constexpr, EIGHTH: tl.constexpr, TURNED: tl.constexpr):
     """For each column of a group the 16-bit word of an extra plane that holds its bits, int16 as `_words`.
 
     A word serves four columns, D/16 apart. Reading it once and repeating it in registers costs nothing there; reading
-    it for each column would cost as much L2 bandwidth as the nibbles do."""
+    it for each column would cost as much L2 bandwidth as the nibbles do. Of more than four groups, each of fewer WORDS
+    than the plane has, not every one begins at the plane's first word."""
     TOKENS: tl.constexpr = p_row.shape[0]
-    if GP % EIGHTH == 0 and (EIGHTH & (EIGHTH - 1)) == 0:
+    if GP % EIGHTH == 0 and WORDS % EIGHTH == 0 and (EIGHTH & (EIGHTH - 1)) == 0:
         x = _words(p_row, tl.arange(0, EIGHTH), EIGHTH, False, TURNED)
         if TURNED:
             x = tl.broadcast_to(x[None, :, :], (GP // EIGHTH, EIGHTH, TOKENS)).reshape(GP, TOKENS)
@@ -77,9 +78,9 @@ def _read(p_nibble, p_extra, p_turn, split, i_group, D: tl.constexpr, BITS: tl.c
         return codes(w, w, w, w, w, BITS, MODE, SIMD)
     turn = tl.load(p_turn + at)
     turn = turn[:, None] if TURNED else turn[None, :]
-    xa = rotate(_extra(p_extra, at, GP, EIGHTH, TURNED), turn, SIMD)
+    xa = rotate(_extra(p_extra, at, GP, WORDS, EIGHTH, TURNED), turn, SIMD)
     if BITS == 6:
-        xb = rotate(_extra(p_extra + EIGHTH, at, GP, EIGHTH, TURNED), turn, SIMD)
+        xb = rotate(_extra(p_extra + EIGHTH, at, GP, WORDS, EIGHTH, TURNED), turn, SIMD)
         return codes(w, xa, xb, w, w, BITS, MODE, SIMD)
     if MODE == 2:
         keep_a = tl.where(split, 0x30, 0x10).to(tl.int16)

@@ -211,6 +211,7 @@ def decode_attention(
         q = q.contiguous()
     if dense_k.stride() != dense_v.stride() or dense_k.stride(3) != 1:
         dense_k, dense_v = dense_k.contiguous(), dense_v.contiguous()
+    dense_len = dense_len.contiguous()
     formats: list[tuple[int, ...]] = []
     blocks: list[int] = []
     totals: list[int] = []
@@ -230,7 +231,7 @@ def decode_attention(
         width = pages.table.shape[1]
         totals.append(width * pages.fmt.tokens)
         pool = pages.pool if pages.fmt.raw_dtype is None else pages.pool.view(pages.fmt.raw_dtype)
-        pools.append((pool, pages.table.contiguous(), pages.count, width))
+        pools.append((pool, pages.table.contiguous(), pages.count.contiguous(), width))
         masses.append(q.new_empty(batch, q_heads, width, dtype=torch.float32) if page_mass else None)
     extra = 0 if extra_logit is None else extra_logit.shape[2]
     if extra_logit is not None and extra_value is not None:

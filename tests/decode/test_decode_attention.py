@@ -81,8 +81,10 @@ def test_triton_reads_every_width(bits: tuple[int, int], split: str, monkeypatch
 @needs_triton
 @pytest.mark.parametrize(
     ("dim", "group", "queries", "tokens"),
-    [(96, 96, 1, 4), (128, 64, 7, 16), (64, 32, 16, 8), (80, 80, 2, 8), (256, 64, 1, 4), (64, 64, 8, 64)]
-    + [(256, 32, 1, 4), (64, 8, 2, 8)],
+    [
+        *((96, 96, 1, 4), (128, 64, 7, 16), (64, 32, 16, 8), (80, 80, 2, 8), (256, 64, 1, 4), (64, 64, 8, 64)),
+        *((256, 32, 1, 4), (64, 8, 2, 8)),
+    ],
     ids=str,
 )
 def test_triton_at_every_shape(

@@ -122,6 +122,27 @@ def test_ages_beyond_the_last_are_alike(backend: ModuleType) -> None:
         assert backend.fetch_rows(hot, source, entry, ints([len(rows)]))[0, : len(rows)].tolist() == model.step(rows)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_and_numbers_within_wider_tables(backend: ModuleType) -> None:
+    """Rows by entry and then by sequence, numbers as a column of a table that holds others, too."""
+    source, bytes_ = host_of(40)
+    hot = HotBuffer.empty((5, 5, 5), source.row_bytes, 40, DEVICE)
+    rows = ints([[1, 9, 7, 7], [2, 3, 7, 7], [4, 5, 6, 8]])
+    numbers = ints([[2, 4, 4], [0, 4, 4], [3, 4, 4]])
+    turned = rows.T.contiguous().T
+    table = backend.fetch_rows(hot, source, turned, numbers[:, 0])
+    hot.check()
+    assert hot.counters.tolist() == [[0, 2], [0, 0], [0, 3]]
+    gathered = backend.gather_rows(source, turned, numbers[:, 0]).view(3, 4, -1)
+    for b, number in enumerate([2, 0, 3]):
+        here = bytes_[rows[b, :number].tolist()]
+        assert torch.equal(hot.buffer[table[b, :number].long()].cpu(), here)
+        assert torch.equal(gathered[b, :number].cpu(), here)
+    one = torch.full((1, source.row_bytes + 4), 7, dtype=torch.uint8, device=DEVICE)[:, :-4]
+    backend.store_rows(source, ints([11]), one)
+    assert torch.equal(backend.gather_rows(source, ints([[11]]), None), one)
+
+
 @pytest.mark.parametrize("row_bytes", [16, 48, 992, 2592, 9216])
 @pytest.mark.parametrize("per_segment", [1, 7, 1000])
 @pytest.mark.parametrize("backend", BACKENDS)

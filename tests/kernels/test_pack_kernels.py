@@ -126,6 +126,17 @@ def test_unpacked_values(fmt: PageFormat, dtype: torch.dtype, split: str, monkey
         assert ((ours.float() - theirs.float()).abs() <= bound).all()
 
 
+def test_ids_within_a_wider_table() -> None:
+    fmt = PageFormat(4, 1, 64, 5, 5, 64)
+    stats = make_stats(1, 64).to(DEVICE)
+    pages = pack_plain.pack_pages(*make_kv(fmt, 5, torch.float32), stats, fmt, "rope", 0.1)
+    ids = torch.tensor([[4, 0], [2, 1], [0, 3]], device=DEVICE)[:, 0]
+    found, expected = (torch.full((2, 1, 12, 64), float("nan"), device=DEVICE) for _ in range(2))
+    unpack_twin.unpack_into(pages, stats, fmt, found[0], found[1], ids)
+    unpack_plain.unpack_into(pages, stats, fmt, expected[0], expected[1], ids)
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
 def test_no_pages() -> None:
     fmt = PageFormat(4, 1, 64, 5, 5, 64)
     stats = make_stats(1, 64).to(DEVICE)

@@ -184,6 +184,21 @@ def test_no_rows_at_all(twin: ModuleType) -> None:
     assert chosen.rows.tolist() == [[0] * 4] * 2
 
 
+def test_counts_within_wider_tables(twin: ModuleType) -> None:
+    """Columns of a table that holds other numbers, too, and a table of rows turned on its side."""
+    q, codes, scales, table, count, stats = make_case(2, 64, 2, 2, 4, [50, 3, 0, 41], 50)
+    wanted = torch.tensor([0, 9, 9, 5], dtype=torch.int32, device=DEVICE)
+    numbers = torch.stack([count, wanted, torch.full_like(count, 50)], 1)
+    turned = table.T.contiguous().T
+    worth = twin.scan_rows(q, codes, scales, turned, numbers[:, 0], stats, 0.1, 2, small(twin))
+    assert torch.equal(worth, twin.scan_rows(q, codes, scales, table, count, stats, 0.1, 2, small(twin)))
+    expected = chosen_sets(plain.select_top(worth, table, count, 9, wanted))
+    given = (turned, numbers[:, 0], 9, numbers[:, 1])
+    assert chosen_sets(twin.select_top(worth.T.contiguous().T, *given, small(twin))) == expected
+    chosen = twin.scan_and_select(q, codes, scales, *given[:2], stats, 0.1, 2, *given[2:], small(twin))
+    assert chosen_sets(chosen) == expected
+
+
 @pytest.mark.parametrize("apart", [4, 128])
 def test_rows_within_wider_rows(apart: int, twin: ModuleType) -> None:
     """Codes and scales as columns of one pool, whose other bytes belong to others."""

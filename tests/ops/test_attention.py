@@ -125,6 +125,19 @@ def test_attention_is_softmax_over_all_that_is_visible(
 
 
 @each_twin
+@pytest.mark.parametrize("turned", ["heads within", "channels without"])
+def test_tensors_laid_out_otherwise(twin: Any, turned: str) -> None:
+    """Heads within tokens, as a model's projections are, and channels outermost: values lie far apart."""
+    c = case(3, 2, 64, 5, 13, [(4, 8)])
+    order = (1, 0, 2) if turned == "heads within" else (2, 0, 1)
+    back = (1, 0, 2) if turned == "heads within" else (1, 2, 0)
+    hand = [x.permute(order).contiguous().permute(back) for x in c.hand()]
+    every = torch.tensor([[3, 0], [1, 0], [0, 0], [2, 0]], device=DEVICE)[:, 0]
+    packed = [replace(part, ids=every) for part in c.packed]
+    close(twin.attend(*hand, packed, c.stats, 0.2), oracle(c, 0.2), torch.float32)
+
+
+@each_twin
 @pytest.mark.parametrize("group", range(1, 9))
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("chunk", [1, 3])

@@ -72,7 +72,7 @@ def merge_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`hisparse.integrations.vllm.hot.merge_rows`."""
     grid, tile = _grid(records)
-    records, budget = records.contiguous(), records.shape[1]
+    records, number, budget = records.contiguous(), number.contiguous(), records.shape[1]
     rows = torch.empty(1, width, dtype=torch.int32, device=records.device)
     total = torch.empty(1, dtype=torch.int32, device=records.device)
     rank = torch.empty(records.numel(), dtype=torch.int32, device=records.device)
@@ -84,7 +84,7 @@ def merge_rows(
 def hand_out(slots: Tensor, rank: Tensor, records: Tensor, number: Tensor, claims: Tensor) -> Tensor:
     """See :func:`hisparse.integrations.vllm.hot.hand_out`."""
     grid, tile = _grid(records)
-    records = records.contiguous()
+    records, number = records.contiguous(), number.contiguous()
     table = torch.empty_like(records)
     _hand_out[grid](records, number, claims, rank, slots, table, records.shape[1], tile)
     return table

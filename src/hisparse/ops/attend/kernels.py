@@ -100,6 +100,7 @@ def gather(source: HostRows, ids: Tensor, out: Tensor, programs: int = 16) -> No
     wide = triton.next_power_of_2(words)
     rows = max(1, 8192 // wide)
     options = {} if INTERPRET else {"num_warps": 8}
+    ids = ids.contiguous()
     _gather[(min(programs, -(-len(ids) // rows)),)](
         source.addresses, ids, out.view(torch.int32), len(ids), source.per_segment, words, wide, rows, **options
     )

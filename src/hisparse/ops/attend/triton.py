@@ -314,6 +314,8 @@ def attend(
     (q_heads, chunk, dim), heads = q.shape, k.shape[0]
     if q.dtype == torch.float64:
         return reference.attend(q, k, v, dense_k, dense_v, packed, stats, scaling)
+    if q.stride(2) != 1:
+        q = q.contiguous()  # the result is laid out as the queries are
     library = choose_library(q, chunk) if library is None else library
     # The past first: its first transfers start before anything is computed.
     grouped = q if library == "flash3" else q.reshape(heads, -1, dim)

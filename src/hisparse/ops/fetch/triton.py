@@ -145,10 +145,10 @@ def _move(
 def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, early: bool = False) -> Tensor:
     """See :func:`hisparse.ops.fetch.fetch_rows`; `early` changes nothing."""
     batch, budget = rows.shape
+    rows, number = rows.contiguous(), number.contiguous()
     table = torch.empty_like(rows)
     if not batch or not budget:
         return table
-    rows = rows.contiguous()
     miss_row, miss_slot = torch.empty(2, batch, budget, dtype=torch.int32, device=rows.device)
     missing = torch.empty(batch, dtype=torch.int32, device=rows.device)
     tile = min(TILE, max(128, triton.next_power_of_2(budget)))
@@ -164,13 +164,14 @@ def fetch_rows(hot: HotBuffer, source: HostRows, rows: Tensor, number: Tensor, e
 def gather_rows(source: HostRows, rows: Tensor, number: Tensor | None) -> Tensor:
     """See :func:`hisparse.ops.fetch.gather_rows`."""
     out = torch.empty(rows.numel(), source.row_bytes, dtype=torch.uint8, device=rows.device)
-    _move(source, rows.contiguous(), number, None, out, False)
+    _move(source, rows.contiguous(), None if number is None else number.contiguous(), None, out, False)
     return out
 
 
 def store_rows(source: HostRows, rows: Tensor, pages: Tensor) -> None:
     """See :func:`hisparse.ops.fetch.store_rows`."""
-    _move(source, rows.contiguous()[None], None, None, pages.contiguous(), True)
+    pages = pages.contiguous().flatten()  # the stride of a single page may be anything: no words could be seen in it
+    _move(source, rows.contiguous()[None], None, None, pages, True)
 
 
 forget_rows = reference.forget_rows

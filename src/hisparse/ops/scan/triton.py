@@ -138,7 +138,7 @@ def _scan(
     tune = tuning or default_tuning(row_size)
     if q.stride(2) != 1:
         q = q.contiguous()
-    table = table.contiguous()
+    table, count = table.contiguous(), count.contiguous()
     plan = plan_heads(heads, dim, bits, queries, tune.shared)
     used = plan.shared * queries
     strides = (q.stride(0), queries * q.stride(1), q.stride(1))
@@ -184,13 +184,14 @@ def select_top(
 ) -> Chosen:
     """See :func:`hisparse.ops.scan.select_top`; `heads`: the query heads that the worth is a sum over, for speed."""
     tune = tuning or Tuning()
+    worth, count = worth.contiguous(), count.contiguous()
     batch, width = worth.shape
     base = lowest_bin(heads, budget)
     histogram = torch.zeros(batch, BINS + 2, dtype=torch.int32, device=worth.device)
     if width and batch:
         each = tune.sum_rows * tune.sum_tiles
         count_first[(-(-width // each), batch)](
-            worth.contiguous(), count, histogram, width, base, tune.sum_rows, tune.sum_tiles, BINS, SHIFT
+            worth, count, histogram, width, base, tune.sum_rows, tune.sum_tiles, BINS, SHIFT
         )
     return _choose(worth, table, count, budget, wanted, histogram, base, tune)
 
@@ -234,8 +235,8 @@ def _choose(
     key, row = torch.empty(2, batch, max(width, 1), dtype=torch.int32, device=worth.device)
     if not batch:
         return Chosen(rows, chosen)
-    worth, table = worth.contiguous(), table.contiguous()
-    limits = count if wanted is None else wanted
+    table, count = table.contiguous(), count.contiguous()
+    limits = count if wanted is None else wanted.contiguous()
     limited = wanted is not None
     if width:
         take_first[(-(-width // tune.take_rows), batch)](

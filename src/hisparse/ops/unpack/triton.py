@@ -109,7 +109,7 @@ def unpack_into(
     count = len(pages) if ids is None else len(ids)
     if not count:
         return
-    pages = pages.contiguous()
+    pages, ids = pages.contiguous(), None if ids is None else ids.contiguous()
     run = math.gcd(8, *(number for piece in stats.runs for number in piece), fmt.head_dim // 8)
     options = {} if INTERPRET else {"num_warps": 1}
     fields = (

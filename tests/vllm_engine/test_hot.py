@@ -62,10 +62,11 @@ def batches(draw: st.DrawFn) -> tuple[list[list[int]], int]:
 
 
 def tables(rows: list[list[int]], budget: int) -> tuple[Tensor, Tensor]:
-    """Records int32 [B, budget] with something beyond the number, and the number int32 [B]."""
-    padded = [[*records_of(row), *[3] * (budget - len(row))] for row in rows]
-    number = [len(row) for row in rows]
-    return (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (padded, number))  # type: ignore[return-value]
+    """Records int32 [B, budget] with something beyond the number, and the number int32 [B], both columns of one
+    table."""
+    padded = [[*records_of(row), *[3] * (budget - len(row)), len(row), 1] for row in rows]
+    both = torch.tensor(padded, dtype=torch.int32, device=DEVICE)
+    return both[:, :budget], both[:, budget]
 
 
 @settings(max_examples=40)

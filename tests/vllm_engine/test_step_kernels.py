@@ -93,6 +93,9 @@ def test_a_whole_step(data: st.DataObject) -> None:
         if data.draw(st.integers(0, 9), "no ring") == 0:
             ring[b] = 0
     lengths, starts = (ints([x + y for x, y in zip(past, new, strict=True)]), ints([0, *new]).cumsum(0).int())
+    if data.draw(st.booleans(), "laid out otherwise"):
+        pages, ring = pages.T.contiguous().T, ring.T.contiguous().T
+        lengths, starts = (torch.stack([x, x + 1], 1)[:, 0] for x in (lengths, starts))
     most = data.draw(st.sampled_from([None, 0, 7, 40, 10000]), "most")
     arguments = (torch.tensor(past, device=DEVICE), torch.tensor(new, device=DEVICE), width)
     with pytest.MonkeyPatch.context() as patch:

@@ -211,6 +211,8 @@ def fill_step(
     batch, slots = target.dense.block.shape
     if not batch:
         return
+    pages, ring = (x if x.stride(1) == 1 else x.contiguous() for x in (pages, ring))
+    lengths, starts = lengths.contiguous(), starts.contiguous()
     _begin[(batch,)](
         pages, ring, lengths, starts, target.past, target.lead, target.packed, target.dense.block, target.dense.slot,
         target.dense_past, target.new.block, target.new.slot, target.wanted, ring.shape[1], ring.stride(0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 
 from hisparse.errors import FormatError, UnsupportedError
 from hisparse.ops.decode import DecodeResult, Pages, decode_attention
+from hisparse.ops.pack import pack_pages
 from hisparse.vtq.format import PageFormat
+from hisparse.vtq.stats import ChannelStats
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -101,6 +104,25 @@ def test_triton_at_every_shape(
 def test_triton_reads_raw_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(torch.bfloat16, raw=True, counts=(5,), rows=(3,), lengths=(1,), heads=2)
     check(case, run_triton(case, monkeypatch, page_mass=True), page_mass=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [(5, 5), (6, 4)], ids=str)
+@pytest.mark.parametrize(("rise", "value"), [(0.0, 0.0), (18.0, 0.0), (18.0, 3.0), (80.0, -0.5)])
+def test_triton_reads_values_that_are_all_alike(
+    bits: tuple[int, int], rise: float, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a head that says nothing: their steps are next to nothing, and weights are divided by them."""
+    case = make_case(torch.bfloat16, 1, 1, 64, 16, bits, counts=(12,), rows=None, lengths=(1,))
+    stats, kept = ChannelStats.identity(1, 64), case.kept
+    assert kept is not None
+    k = 0.1 * torch.randn(12, 16, 1, 64, generator=torch.Generator().manual_seed(0))
+    k[:6, ..., 0], k[6:, ..., 0] = 0, rise
+    pool = pack_pages(k.bfloat16(), torch.full(k.shape, value).bfloat16(), stats, kept.fmt, "rope")
+    kept = replace(kept, pool=pool, table=torch.arange(12, dtype=torch.int32)[None])
+    case = replace(case, q=torch.zeros_like(case.q), stats=stats, kept=kept)
+    case.q[..., 0] = 8.0
+    check(case, run_triton(case, monkeypatch))
 
 
 @needs_triton

@@ -22,6 +22,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SPLIT = tl.constexpr(4.2)
 HEADROOM = tl.constexpr(10.0)
+LEAST = tl.constexpr(7.8886091e-31)
+"""2**-100, the least step that values are taken to have: weights of constant ones would leave float32."""
 """Weights are kept below 2**10 instead of 1: more of the small ones stay normal float16 numbers."""
 
 
@@ -262,6 +264,7 @@ def packed_share(
         peak = tl.zeros((BLOCK,), tl.float32)
         for g in tl.static_range(G):
             step, fast, zero, split = _scales(p_scale + FMT[13] // 4 + g, VM)
+            step, fast = tl.maximum(step, LEAST), tl.maximum(fast, LEAST)
             peak = tl.maximum(peak, fast)
             v_step = v_step + (step,)
             v_fast = v_fast + (fast,)

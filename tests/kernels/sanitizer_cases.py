@@ -366,7 +366,7 @@ def vllm_step() -> None:
 
 @case(
     "vllm-hot",
-    *(f"integrations/vllm/kernels.py:{name}" for name in ("_claim", "_list", "_hand_out")),
+    *(f"integrations/vllm/kernels.py:{name}" for name in ("_claim", "_list", "_hand_out", "_locate")),
     "ops/fetch/fetch.cu:fetch_rows MERGE=1",
 )
 def vllm_hot() -> None:
@@ -377,6 +377,7 @@ def vllm_hot() -> None:
     batches = [([every[:9], every[4:13], [], every[9:0:-1]], 9), ([every[-5:], every[:3]], 7)]
     for batch in batches:
         inner(tests.test_a_batch_lists_every_row_once)(batch=batch)
+        inner(tests.test_rows_are_where_they_lie_without_a_buffer)(batch=batch, on_host=True)
     inner(tests.test_slots_hold_the_rows_that_were_asked_for)(steps=[*batches, batches[0]], gone=[0, 7, 3])
 
 

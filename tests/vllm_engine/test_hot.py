@@ -19,6 +19,7 @@ from hisparse.integrations.vllm.hot import (
     HotSize,
     hand_out,
     hot_size,
+    locate_rows,
     merge_rows,
     record_rows,
     why_no_buffer,
@@ -89,6 +90,20 @@ def test_a_batch_lists_every_row_once(batch: tuple[list[list[int]], int]) -> Non
         assert table[i][: len(request)] == [1000 + row for row in request]
     entries = sum(map(len, rows))
     assert shared.tolist() == [5 + sum(map(bool, rows)) - 1, 7 + entries - len(every)]
+
+
+@settings(max_examples=40)
+@given(batch=batches(), on_host=st.booleans())
+@pytest.mark.usefixtures("backend")
+def test_rows_are_where_they_lie_without_a_buffer(batch: tuple[list[list[int]], int], on_host: bool) -> None:
+    rows, budget = batch
+    records, number = tables(rows, budget)
+    counted, queries = (torch.tensor(x, device=DEVICE) for x in (1 << 40, 7))
+    table = locate_rows(LAYOUT if on_host else None, records, number, counted, queries).tolist()
+    for found, wanted in zip(table, rows, strict=True):
+        assert found[: len(wanted)] == (wanted if on_host else records_of(wanted))
+    assert int(counted) == (1 << 40) + sum(map(len, rows))
+    assert int(queries) == 7 + sum(map(bool, rows))
 
 
 def small_buffer(slots: int, budget: int, requests: int) -> tuple[HotRows, HostRows, Tensor]:

@@ -202,6 +202,23 @@ def hand_out(slots: Tensor, rank: Tensor, records: Tensor, number: Tensor, claim
     return table.view(records.shape)
 
 
+def locate_rows(layout: BlockLayout | None, records: Tensor, number: Tensor, rows: Tensor, queries: Tensor) -> Tensor:
+    """Rows of the host pool (None: the device's own records) of records int32 [B, n], where there is no buffer.
+
+    Of each request the first number int32 [B] count: the result, int32 [B, n], is undefined beyond. rows, queries:
+    int64 scalars, counted up by these rows, and by the requests that want any.
+    """
+    if backend_for("fetch", records.device) != "reference":
+        from hisparse.integrations.vllm.kernels import locate
+
+        per_block, host_rows = (1, 1) if layout is None else (layout.rows_per_block, layout.host_rows)
+        found: Tensor = locate(records, number, per_block, host_rows, rows, queries)
+        return found
+    rows += number.sum()
+    queries += (number > 0).sum()
+    return records if layout is None else layout.host_id(records)
+
+
 def _entries(records: Tensor, number: Tensor) -> Tensor:
     """Numbers of the entries that count, int64."""
     there = torch.arange(records.shape[1], device=records.device) < number[:, None]

@@ -1,4 +1,4 @@
-"""Triton twins of what a decode step does between choosing rows and fetching them; see `hot`."""
+"""Triton twins of what a decode step does between choosing rows and reading them; see `hot` and `memory`."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="assignment,misc,var-annotated,no-any-return"
@@ -60,6 +60,19 @@ def _hand_out(p_record, p_number, p_claim, p_rank, p_slot, p_table, budget, TILE
     tl.store(p_table + i_entry, tl.load(p_slot + rank, mask=m_entry, other=0), mask=m_entry)
 
 
+@triton.jit
+def _locate(
+    p_record, p_number, p_table, p_rows, p_queries, budget, PER: tl.constexpr, HOST: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Where each entry's row lies, see `BlockLayout.host_id`; and the counts of rows and of queries that want some."""
+    i_entry, m_entry, record = _entry(p_record, p_number, budget, TILE)
+    tl.store(p_table + i_entry, record // PER * HOST + record % PER - (PER - HOST), mask=m_entry)
+    number = tl.minimum(tl.load(p_number + tl.program_id(1)), budget)
+    if (tl.program_id(0) == 0) & (number > 0):
+        tl.atomic_add(p_rows, number.to(tl.int64))
+        tl.atomic_add(p_queries, (number > 0).to(tl.int64))
+
+
 def _grid(records: Tensor) -> tuple[tuple[int, int], int]:
     """Programs, and entries of each."""
     batch, budget = records.shape
@@ -87,4 +100,13 @@ def hand_out(slots: Tensor, rank: Tensor, records: Tensor, number: Tensor, claim
     records, number = records.contiguous(), number.contiguous()
     table = torch.empty_like(records)
     _hand_out[grid](records, number, claims, rank, slots, table, records.shape[1], tile)
+    return table
+
+
+def locate(records: Tensor, number: Tensor, per_block: int, host_rows: int, rows: Tensor, queries: Tensor) -> Tensor:
+    """See :func:`hisparse.integrations.vllm.hot.locate_rows`; a block has `per_block` records and `host_rows` rows."""
+    grid, tile = _grid(records)
+    records = records.contiguous()
+    table = torch.empty_like(records)
+    _locate[grid](records, number, table, rows, queries, records.shape[1], per_block, host_rows, tile)
     return table

@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.cache.layer import CHUNK_BUDGET
 from hisparse.config import HiSparseConfig
 from hisparse.integrations.vllm.anchors import AnchorShare
-from hisparse.integrations.vllm.hot import HotRows, record_rows
+from hisparse.integrations.vllm.hot import HotRows, locate_rows, record_rows
 from hisparse.integrations.vllm.layout import BlockLayout
 from hisparse.integrations.vllm.packing import Packing
 from hisparse.integrations.vllm.step import Place, Step
@@ -267,9 +267,8 @@ class LayerMemory:
         if self.records is not None and self.hot is not None:
             table = self.hot.bring(self.records, chosen.rows, chosen.number, early)
             return Pages(self.hot.all.buffer, table, chosen.number, fmt)
-        self.recalled += chosen.number.sum()
-        self.steps += (chosen.number > 0).sum()
-        table = self.row_ids(chosen.rows)
+        of_block = None if self.source is None else self.layout
+        table = locate_rows(of_block, chosen.rows, chosen.number, self.recalled, self.steps)
         return Pages(self.row_pages, table, chosen.number, fmt)
 
     def _decode_one(self, q: Tensor, step: Step, row: int) -> Tensor:

@@ -14,6 +14,7 @@ from test_scan_kernels import chosen_sets, expected_worth, make_case, make_worth
 from emulator import EmulatedKernel
 from hisparse.ops.scan import cuda as twin
 from hisparse.ops.scan import reference as plain
+from hisparse.ops.scan.bins import BINS, SHIFT, lowest_bin
 
 SMALL = twin.Tuning(warps=3, stages=2)  # too few warps for one kernel
 WHOLE = twin.Tuning(warps=8, stages=1)
@@ -122,6 +123,35 @@ def test_of_rows_that_are_worth_the_same_the_first_are_chosen(tuning: Any) -> No
         numbers = [60, 0, 9, 30]
         assert chosen.number.tolist() == numbers
         assert chosen_sets(chosen) == [set(table[i, :n].tolist()) for i, n in enumerate(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "budget", "bottom"),
+    [(1e-6, 70, False), (2e-4, 70, False), (0.7, 400, True)],
+    ids=["all alike", "one bin", "few rows have all attention"],
+)
+def test_of_many_candidates_the_best_are_chosen(scaling: float, budget: int, bottom: bool) -> None:
+    """More rows in the bin at which the budget runs out than are compared with each other, all of different worth."""
+    case = make_case(4, 128, 8, 2, 4, [2900, 60, 1500], 2900)
+    wanted = torch.tensor([budget - 6, 70, budget - 37], dtype=torch.int32)
+    if bottom:
+        few = torch.zeros(len(case[2]), dtype=torch.bool)
+        few[case[3][:, :40].long()] = True
+        case[2][~few] -= 64  # a sixteenth as long
+    worth = twin.scan_rows(*case, scaling, 2, WHOLE)
+    base = lowest_bin(32, budget)
+    for limits in (None, wanted):
+        expected = plain.select_top(worth, case[3], case[4], budget, limits)
+        for b in (0, 2):
+            bins = ((worth[b, : int(case[4][b])].view(torch.int32) >> SHIFT) - base).clamp(0, BINS - 1)
+            cut = bins.sort(descending=True).values[int(expected.number[b]) - 1]
+            assert (bins == cut).sum() > twin.FEW
+            assert (cut == 0) == bottom
+        for seed in range(3):
+            EmulatedKernel.seed = seed * 100
+            chosen = twin.scan_and_select(*case, scaling, 2, budget, limits, WHOLE)
+            assert torch.equal(chosen.number, expected.number)
+            assert chosen_sets(chosen) == chosen_sets(expected)
 
 
 def test_where_all_rows_are_wanted_nothing_is_scored() -> None:

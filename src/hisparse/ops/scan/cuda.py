@@ -37,6 +37,8 @@ FEW_STAGES = 4
 """Tiles of a warp that are requested at once where it has no more."""
 FEW = 1024
 """Candidates of a sequence that are compared with each other, as in choice.cuh."""
+LEVELS = 4
+"""Times that more of them are narrowed down at most, as in step.cu."""
 QTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -185,7 +187,7 @@ def choose_stages(plan: Plan, tune: Tuning, row_size: int, batch: int, width: in
 
 def state_words(plan: Plan, batch: int, programs: int) -> int:
     """Words by which the programs of the kernel that does all tell each other what they found, as step.cu has them."""
-    return (programs + batch) * (plan.columns_of_all + 2) + batch * (2 * FEW + BINS + 2) + 1
+    return (programs + batch) * (plan.columns_of_all + 2) + batch * (2 * FEW + BINS + 257 * LEVELS + 1) + 1
 
 
 def scan_rows(
@@ -323,17 +325,16 @@ class _Scan:
         state = self._empty(state_words(plan, batch, programs))
         weights, _ = self._weigh(state, limits, budget if choose else -1)
         far = self._empty(programs * (room.tiles - room.near), 4 * plan.columns_of_all)
-        worth = rows = chosen = key = place = None
+        worth = rows = chosen = None
         if choose:
             rows, chosen = self._empty(batch, budget), self._empty(batch)
-            key, place = self._empty(2, batch, width).unbind()
         else:
             worth = self._empty(batch, width, dtype=torch.float32)
         kernel(
             (programs, 1, 1),
             32 * room.warps,
-            [weights, self.codes, self.scales, self.table, self.count, state, far, worth, limits, rows, chosen, key,
-             place, batch, width, *self.strides, room.tiles, room.near, budget, base],
+            [weights, self.codes, self.scales, self.table, self.count, state, far, worth, limits, rows, chosen, batch,
+             width, *self.strides, room.tiles, room.near, budget, base],
             room.shared,
             self.tune.overlap,
             together=True,

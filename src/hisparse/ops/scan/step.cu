@@ -4,9 +4,10 @@
 // of their attention in shared memory, those that do not fit in global memory; what takes all rows, the programs tell each
 // other through global memory:
 //   1. the sums of their rows' attention: then each knows all attention, and so its rows' worth;
-//   2. how many rows each bin has, at a barrier: then each knows the bin at which the budget runs out;
+//   2. how many rows each bin has, at a barrier: then each knows the bin at which the budget runs out, and the rows of that
+//      bin are candidates; where they are many, how many share their next bits, until they are few or equal;
 //   3. how many rows each takes: then each knows where its own go;
-//   4. the candidates, which those that have some compare with each other.
+//   4. the candidates, where they are few, which those that have some compare with each other; of equal ones 3 says enough.
 // What is told in 1, 3 and 4 is never zero, and memory is zero before, so that a word that is not zero is there. Sums are
 // added and rows placed in the order of programs, candidates by their rank, so that the result is the same each time.
 //
@@ -25,6 +26,7 @@ constexpr int MOST = 32;                           // sequences
 constexpr int EACH = BINS / 256;                   // bins of a thread
 constexpr int ROOTS = BLOCKS * 32 * SETS;          // words of a tile's roots
 constexpr int HELD = 8;                            // rows that a thread holds in registers
+constexpr int LEVELS = 4;                          // of at most eight bits each: a key
 constexpr u32 TOLD = 0x80000000;
 static_assert(WARPS % BLOCKS == 0 && THREADS >= 256 && QUADS <= THREADS, "see plan_step in cuda.py");
 
@@ -32,7 +34,7 @@ static_assert(WARPS % BLOCKS == 0 && THREADS >= 256 && QUADS <= THREADS, "see pl
 struct Piece {
   int b, first, end, at, rows;  // rows: of the sequence
   int begin, last;              // first and last program that has tiles of it
-  int wanted, sure, left, candidates, least, next, shared_from, common;
+  int wanted, sure, left, candidates, least, next;
 };
 
 // What a program needs when its rows have been read; where the stages were.
@@ -49,7 +51,8 @@ struct State {
   u64* few;        // [B, FEW]: candidates, the key above the complement of the row
   int* histogram;  // [B, BINS]
   u64* found;      // [grid + B]: rows taken, candidates, each with the sign bit set
-  int* done;       // [B]: programs that wrote their candidates where there are many
+  int* level;      // [B, LEVELS, 256]: where candidates are many, how many have which next bits
+  int* met;        // [B, LEVELS]: programs that have counted theirs
   int* slots;      // [B]: of `few` that are taken
   int* arrived;    // at the barrier
 
@@ -59,7 +62,8 @@ struct State {
     few = (u64*)p, p += batch * (2 * FEW);
     histogram = (int*)p, p += batch * BINS;
     found = (u64*)p, p += shares * 2;
-    done = (int*)p, p += batch;
+    level = (int*)p, p += batch * (LEVELS * 256);
+    met = (int*)p, p += batch * LEVELS;
     slots = (int*)p, p += batch;
     arrived = (int*)p;
   }
@@ -226,6 +230,41 @@ struct Held {
 
 __device__ __forceinline__ int rows_of(const Piece& piece) { return min(piece.end * 8, piece.rows) - piece.first * 8; }
 
+// Many candidates: all programs of the sequence count those of each value of their next bits, until few are left or their
+// keys are equal. Their keys share the bits of `shared` from `bits` up. The programs of a sequence do this after all earlier
+// sequences that they have tiles of, so that none waits for one that waits for it.
+__device__ __noinline__ void narrow(int* level, int* met, const float* worth, Piece& piece, int bits, int shared, Tail& s) {
+  const int tid = threadIdx.x, n = rows_of(piece), programs = piece.last - piece.begin + 1;
+#pragma unroll 1
+  for (; piece.left > FEW && bits > 0; level += 256, ++met) {
+    const int width = min(bits, 8), shift = bits - width, rest = piece.wanted - piece.sure;
+    for (int i = tid; i < 256; i += THREADS) s.desk.count[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = tid; i < n; i += THREADS) {
+      const int key = key_of(worth[i]);
+      if (key >= piece.least && key < piece.next) atomicAdd(s.desk.count + (key >> shift & (1 << width) - 1), 1);
+    }
+    __syncthreads();
+    for (int i = tid; i < 256; i += THREADS)
+      if (s.desk.count[i]) atomicAdd(level + i, s.desk.count[i]);
+    arrive(met);
+    wait_for_programs(met, programs);
+    // Thread i has value 255 - i: sums run from the largest value down.
+    const int own = tid < 256 ? read_volatile(level + 255 - tid) : 0;
+    const int above = sum_before<THREADS>(own, s.desk.scratch);
+    if (above < rest && above + own >= rest) {
+      const int from = shared | 255 - tid << shift, last = from + ((1 << shift) - 1);
+      s.desk.digit = from;
+      piece.sure += above, piece.left = own;
+      piece.least = max(piece.least, from), piece.next = piece.next - 1 > last ? last + 1 : piece.next;
+    }
+    __syncthreads();
+    shared = s.desk.digit, bits = shift;
+    __syncthreads();
+  }
+}
+
 // The bin at which the budget runs out; and what the program has above it and in it, which it tells the others, with the
 // candidates where these are few. Leaves the thread's first rows, and what the threads before this one have.
 __device__ __forceinline__ int tell_own(const State& state, const float* s_worth, Piece& piece, const int* limits,
@@ -246,15 +285,17 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
   if (tid == 0) {
     piece.wanted = wanted, piece.sure = cut.sure, piece.left = cut.left;
     piece.least = cut.least(base), piece.next = cut.next(base);
-    piece.shared_from = cut.shared_from(), piece.common = cut.common(base);
   }
   __syncthreads();
+  if (cut.left > FEW)
+    narrow(state.level + (i64)piece.b * (LEVELS * 256), state.met + piece.b * LEVELS, s_worth + piece.at * 8, piece,
+           cut.shared_from(), cut.common(base), s);
   int own = 0;
 #pragma unroll 1
   for (int start = (rows_of(piece) - 1) / (HELD * THREADS) * (HELD * THREADS); start >= 0; start -= HELD * THREADS) {
     held.read(s_worth, piece, start, table, has_entries && start == 0);
     own += held.number();
-    if (cut.left <= FEW)  // where each is does not matter: they are ranked
+    if (piece.left <= FEW)  // where each is does not matter: they are ranked
       for (u32 those = held.those; those; those &= those - 1)
         tell(state.few + (i64)piece.b * FEW + atomicAdd(state.slots + piece.b, 1),
              held.candidate(s_worth, piece, start, __ffs(those) - 1));
@@ -269,11 +310,25 @@ __device__ __forceinline__ int tell_own(const State& state, const float* s_worth
   return before;
 }
 
-// Puts the rows that are taken in their places, behind those of earlier programs; and the candidates where they are many.
+// Of many equal candidates the first rows: `earlier` of them are programs' before this one.
+__device__ __noinline__ void take_equal(const float* s_worth, const Piece& piece, int earlier, const int* table, int* to,
+                                        Desk& desk) {
+  const int rest = piece.wanted - piece.sure, n = rows_of(piece);
+#pragma unroll 1
+  for (int start = 0; start < n && earlier < rest; start += THREADS) {
+    const int i = start + (int)threadIdx.x, key = i < n ? key_of(s_worth[piece.at * 8 + i]) : -1;
+    const int takes = key >= piece.least && key < piece.next, at = earlier + sum_before<THREADS>(takes, desk.scratch);
+    if (takes && at < rest) to[at] = table[piece.first * 8 + i];
+    if (threadIdx.x == THREADS - 1) desk.rest = at + takes;
+    __syncthreads();
+    earlier = desk.rest;
+  }
+}
+
+// Puts the rows that are taken in their places, behind those of earlier programs; and the first of equal candidates.
 // held, before: see tell_own; is_held: of this piece.
 __device__ __forceinline__ void place_own(const State& state, const float* s_worth, const Piece& piece, Held& held,
-                                          bool is_held, int before, const int* table, int* rows, int* key, int* place,
-                                          Tail& s) {
+                                          bool is_held, int before, const int* table, int* rows, Tail& s) {
   const int tid = threadIdx.x, lane = tid & 31;
   int earlier = 0, earlier_left = 0;
   for (int p = piece.begin + tid; p < (int)blockIdx.x; p += THREADS) {
@@ -288,23 +343,15 @@ __device__ __forceinline__ void place_own(const State& state, const float* s_wor
   __syncthreads();
   earlier = __reduce_add_sync(~0u, lane < WARPS ? s.desk.count[lane] : 0);
   earlier_left = __reduce_add_sync(~0u, lane < WARPS ? s.desk.count[32 + lane] : 0);
-  int to = earlier + (before >> 16), to_left = earlier_left + (before & 0xFFFF);
-  const bool few = piece.left <= FEW;
+  int to = earlier + (before >> 16);
 #pragma unroll 1
   for (int start = 0; start < rows_of(piece); start += HELD * THREADS) {
     if (start || !is_held) held.read(s_worth, piece, start, table);
 #pragma unroll
     for (int e = 0; e < HELD; ++e)
       if (held.takes >> e & 1) rows[to++] = held.entry[e];
-    if (few) continue;
-#pragma unroll 1
-    for (u32 those = held.those; those; those &= those - 1) {
-      const u64 x = held.candidate(s_worth, piece, start, __ffs(those) - 1);
-      key[to_left] = (int)(x >> 32), place[to_left] = (int)~(u32)x;
-      ++to_left;
-    }
   }
-  if (!few) arrive(state.done + piece.b);
+  if (piece.left > FEW) take_equal(s_worth, piece, earlier_left, table, rows + piece.sure, s.desk);
   __syncthreads();
 }
 
@@ -347,12 +394,11 @@ __device__ __forceinline__ void rank_own(const State& state, const float* s_wort
 // a program, `room` have their roots in shared memory, and the others in far u32 [grid, tiles - room, ROOTS]. Behind those in
 // shared memory lie the stages, where later are the worth of the rows and a Tail. At most MOST sequences.
 // words: see State. Where CHOOSE is 0: worth float32 [B, max_rows], -inf beyond the count. Where it is 1: rows int32 [B,
-// budget], chosen int32 [B]; limits int32 [B] or null, older than the launch of weigh.cu, as counts are; key, place int32
-// [B, max_rows]: room for candidates where there are many.
+// budget], chosen int32 [B]; limits int32 [B] or null, older than the launch of weigh.cu, as counts are.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 scan_and_choose(const u32* frag, const u8* codes, const u8* scales, const int* table, const int* count, u32* words, u32* far,
-                float* worth, const int* limits, int* rows, int* chosen, int* key, int* place, int batch, int max_rows,
-                int code_stride, int scale_stride, int tiles, int room, int budget, int base) {
+                float* worth, const int* limits, int* rows, int* chosen, int batch, int max_rows, int code_stride,
+                int scale_stride, int tiles, int room, int budget, int base) {
   extern __shared__ __align__(16) u8 memory[];
   __shared__ Base s_base[BLOCKS];
   __shared__ float s_total[WARPS][PC];
@@ -470,8 +516,7 @@ scan_and_choose(const u32* frag, const u8* codes, const u8* scales, const int* t
       }
       before = sum_before<THREADS>(own, tail.desk.scratch);
     }
-    place_own(state, s_worth, piece, held, pieces == 1, before, table + row, rows + (i64)piece.b * budget, key + row,
-              place + row, tail);
+    place_own(state, s_worth, piece, held, pieces == 1, before, table + row, rows + (i64)piece.b * budget, tail);
   }
 #pragma unroll 1
   for (int i = 0; i < pieces; ++i) {
@@ -484,11 +529,5 @@ scan_and_choose(const u32* frag, const u8* codes, const u8* scales, const int* t
     // The first of a sequence's programs does what is left.
     if (tid == 0) chosen[piece.b] = piece.wanted;
     for (int j = piece.wanted + tid; j < budget; j += THREADS) to[j] = 0;
-    if (piece.left > FEW && piece.wanted > piece.sure) {
-      wait_for_programs(state.done + piece.b, piece.last - (int)blockIdx.x + 1);
-      const i64 row = (i64)piece.b * max_rows;
-      take_of_many<THREADS>(key + row, place + row, own_table, piece.left, piece.wanted - piece.sure, piece.shared_from,
-                            piece.common, to + piece.sure, tail.desk);
-    }
   }
 }

@@ -92,6 +92,15 @@ def test_the_same_result_in_any_order(tuning: Any) -> None:
     assert chosen_sets(chosen) == chosen_sets(plain.select_top(results[0][0], case[3], case[4], 70, None))
 
 
+@pytest.mark.parametrize("tuning", TUNINGS)
+def test_sequences_without_rows(tuning: Any) -> None:
+    case = make_case(4, 128, 8, 2, 4, [0, 0], 20)
+    assert bool(twin.scan_rows(*case, 0.05, 2, tuning).isneginf().all())
+    chosen = twin.scan_and_select(*case, 0.05, 2, 7, None, tuning)
+    assert chosen.number.tolist() == [0, 0]
+    assert not bool(chosen.rows.any())
+
+
 def test_any_number_of_stages_gives_the_same() -> None:
     """More than a warp has tiles, fewer, and as many (0)."""
     case = make_case(4, 128, 8, 2, 4, [600, 3, 201], 600)

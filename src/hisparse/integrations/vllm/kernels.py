@@ -106,7 +106,7 @@ def hand_out(slots: Tensor, rank: Tensor, records: Tensor, number: Tensor, claim
 def locate(records: Tensor, number: Tensor, per_block: int, host_rows: int, rows: Tensor, queries: Tensor) -> Tensor:
     """See :func:`hisparse.integrations.vllm.hot.locate_rows`; a block has `per_block` records and `host_rows` rows."""
     grid, tile = _grid(records)
-    records = records.contiguous()
+    records, number = records.contiguous(), number.contiguous()
     table = torch.empty_like(records)
     _locate[grid](records, number, table, rows, queries, records.shape[1], per_block, host_rows, tile)
     return table

@@ -417,7 +417,7 @@ scan_and_choose(const u32* frag, const u8* codes, const u8* scales, const int* t
     return;
   }
   const Lengths lengths = read_lengths(count, batch, max_rows, lane);
-  const int all = lengths.all, programs = min((int)gridDim.x, all);
+  const int all = lengths.all, programs = max(1, min((int)gridDim.x, all));
   const State state(words, batch);
   const Roots roots = {(u32*)memory, far + ((i64)blockIdx.x * (tiles - room) - room) * ROOTS, room};
   float* s_worth = (float*)(memory + room * (4 * ROOTS));

@@ -360,7 +360,14 @@ def vllm_step() -> None:
     tests.test_renewed_dense_tokens(4, 128, torch.bfloat16, "narrowed")
     for config in ("host", "device", "raw"):
         drawn = Draws(config=[config], tail=[40], root=[12.3], batch=[4], unnamed=[1], past=[0, 900, 333, 70])
-        drawn.values |= {"new": [1, 1, 1, 0], "found": [0, 3, 0], "no_ring": [1], "most": [40], "each": [9]}
+        drawn.values |= {
+            "new": [1, 1, 1, 0],
+            "found": [0, 3, 0],
+            "no_ring": [1],
+            "most": [40],
+            "each": [9],
+            "laid_out_otherwise": [True],
+        }
         inner(tests.test_a_whole_step)(drawn)
 
 

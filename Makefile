@@ -3,6 +3,7 @@
 # make test-vllm   tests of the vLLM plugin on a CPU, in an environment of their own (3.5 GB; kept between runs)
 # make test-vllm-engines   those of them that start no server
 # make test-vllm-servers   the others
+# make test-gpu   what needs a GPU, results in out/gpu; with vLLM where .venv has it: .venv/bin/pip install -e '.[vllm,cuda]'
 #
 # TORCH is what pip is given for PyTorch. On Linux the plain package brings CUDA; for a CPU-only machine say
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -18,7 +19,7 @@ VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM)
 TRITON ?= triton==3.6.0
 TRITON_READY := $(VLLM_VENV)/triton-alone/.ready-$(TRITON)
 
-.PHONY: demo test test-vllm test-vllm-engines test-vllm-servers vllm-env lint format clean
+.PHONY: demo test test-vllm test-vllm-engines test-vllm-servers test-gpu vllm-env lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(READY)
@@ -38,6 +39,9 @@ test-vllm-engines: vllm-env
 
 test-vllm-servers: vllm-env
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m server tests/vllm_engine
+
+test-gpu: $(READY)
+	$(BIN)/python tests/on_gpu.py --out out/gpu
 
 # The package itself is installed each time, without its dependencies, so that new entry points are seen. What cannot be imported
 # ends here: tests that miss it would be skipped.

@@ -9,8 +9,9 @@
 
 With `--claim` nothing is prefilled but a prompt's last tokens: `prefill_s` then says little, and rates at a million
 tokens can be measured in a minute. With `--needles` (a real model) a row says how many facts of those hidden in
-documents of its context's length were found. With `--profile` it is followed by the kernels of a few steps of the same
-kind, and by the microseconds from one layer's first kernel to the next one's.
+documents of its context's length were found; with `--together N` of so many documents, read and asked about all at
+once, chunks of some (`--batched-tokens`) beside others that decode. With `--profile` it is followed by the kernels of a
+few steps of the same kind, and by the microseconds from one layer's first kernel to the next one's.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def start(kv: str, arguments: argparse.Namespace) -> Any:
     options: dict[str, Any] = {"dtype": arguments.dtype, "max_model_len": longest, "seed": 0}
     options.update(max_num_seqs=max(arguments.batch), enable_prefix_caching=bool(arguments.needles))
     options["enforce_eager"] = arguments.eager
+    if arguments.batched_tokens:
+        options["max_num_batched_tokens"] = arguments.batched_tokens
     if arguments.uncompiled:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     options["tensor_parallel_size"] = arguments.tensor_parallel
@@ -291,8 +294,9 @@ def stock_bytes(model: Any) -> int:
     return sum(layer.kv_cache.nbytes for layer in model.modules() if isinstance(layer, Attention))
 
 
-def needles(llm: Any, files: list[Path], context: int) -> str:
-    """Needles found of those hidden, each asked for after its document was read."""
+def needles(llm: Any, files: list[Path], context: int, together: int) -> str:
+    """Needles found of those hidden, each asked for after its document was read; or (together: how many documents) all
+    asked for at once."""
     from vllm import SamplingParams
 
     from hisparse.evaluate.needles import build_contexts, prompt_parts
@@ -300,7 +304,14 @@ def needles(llm: Any, files: list[Path], context: int) -> str:
     tokenizer = llm.get_tokenizer()
     text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
     found = asked = 0
-    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    greedy = SamplingParams(temperature=0.0, max_tokens=24 if together else 8)
+    if together:
+        made = build_contexts(tokenizer, text, "single", context - 64, together)
+        parts = [prompt_parts(tokenizer, each.document, each.needles[0].key) for each in made]
+        prompts = [{"prompt_token_ids": document + question} for document, question in parts]
+        answers = [output.outputs[0].text for output in llm.generate(prompts, greedy, use_tqdm=False)]
+        found = sum(each.needles[0].value in text for each, text in zip(made, answers, strict=True))
+        return f"{found} of {together}"
     for kind, count in (("single", 6), ("multi_key", 3)):
         for made in build_contexts(tokenizer, text, kind, context - 64, count):  # type: ignore[arg-type]
             generate(llm, [prompt_parts(tokenizer, made.document)[0]], 1)
@@ -341,11 +352,15 @@ def main() -> None:
     parser.add_argument("--claim", action="store_true", help="no prefill: random KV stands for the prompt's")
     parser.add_argument("--drift", type=float, default=0.1, help="of a shape: how much queries differ between tokens")
     parser.add_argument("--needles", nargs="*", type=Path, default=[], help="texts to hide facts in")
+    parser.add_argument("--together", type=int, default=0, metavar="N", help="ask for N facts at once")
+    parser.add_argument("--batched-tokens", type=int, help="tokens of a step at most")
     parser.add_argument("--profile", action="store_true", help="print the kernels of some steps of each row")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
         parser.error(f"--out {arguments.out}: no such folder; give a file in one that exists")
+    if arguments.together and not arguments.needles:
+        parser.error(f"--together {arguments.together}: give texts to hide facts in with --needles")
     if arguments.profile:
         import torch
 
@@ -356,7 +371,8 @@ def main() -> None:
     for kv in arguments.kv:
         llm = start(kv, arguments)
         for context in arguments.context:
-            answers = {"needles": needles(llm, arguments.needles, context)} if arguments.needles else {}
+            asked = arguments.needles
+            answers = {"needles": needles(llm, asked, context, arguments.together)} if asked else {}
             for batch in arguments.batch:
                 row = {"kv": kv, "shape": arguments.shape or arguments.model, "context": context, "batch": batch}
                 row["tensor_parallel"] = arguments.tensor_parallel

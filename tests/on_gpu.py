@@ -41,17 +41,18 @@ MOST = 6
 
 @dataclass(frozen=True)
 class Part:
-    """Commands, one after the other, of words for Python. timed: must have the machine for itself; extra: only by
-    name; needs: a module, or a program."""
+    """Commands, one after the other, of words for Python. timed: must have the machine for itself, and goes on where
+    one fails; every: gets all GPUs, as many as there are; extra: only by name; needs: a module, or a program."""
 
     commands: tuple[tuple[str, ...], ...]
     timed: bool = False
+    every: bool = False
     extra: bool = False
     needs: str | None = None
 
 
-def pytest_part(*words: str, needs: str | None) -> Part:
-    return Part(((*PYTEST, *words),), needs=needs)
+def pytest_part(*words: str, needs: str | None, every: bool = False) -> Part:
+    return Part(((*PYTEST, *words),), needs=needs, every=every)
 
 
 def layer(name: str, *words: str) -> tuple[str, ...]:
@@ -78,6 +79,7 @@ PARTS = {
     "models": pytest_part("-n", "4", "tests/integrations", needs=None),
     "engines": pytest_part("-m", "not server", "-n", "4", "--dist", "loadfile", "tests/vllm_engine", needs="vllm"),
     "servers": pytest_part("-m", "server", "-s", "tests/vllm_engine", needs="vllm"),
+    "ranks": pytest_part("tests/vllm_engine/test_ranks.py", needs="vllm", every=True),
     "layer": Part(
         (
             layer("one", *LONG),
@@ -154,10 +156,10 @@ def read_report(path: Path) -> tuple[dict[str, int], list[str]]:
     return counts, failures
 
 
-def run_part(name: str, part: Part, out: Path, gpu: int, deadline: float) -> Outcome:
+def run_part(name: str, part: Part, out: Path, gpus: str, deadline: float) -> Outcome:
     """Runs a part's commands until one fails, or all of them where they are timed; their output goes to NAME.log."""
     begin, result = time.monotonic(), Outcome(name, "good")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible()[gpu], "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
     report, log = out / f"{name}.xml", out / f"{name}.log"
     with log.open("ab") as sink:
         for words in part.commands:
@@ -211,10 +213,10 @@ def visible() -> list[str]:
     return [str(i) for i in range(done.stdout.count("GPU "))]
 
 
-def run_all(parts: dict[str, Part], out: Path, gpus: int, deadline: float) -> Iterator[Outcome]:
-    """Tests first, a part a GPU at a time; then what is timed."""
-    free: SimpleQueue[int] = SimpleQueue()
-    for gpu in range(gpus):
+def run_all(parts: dict[str, Part], out: Path, gpus: list[str], deadline: float) -> Iterator[Outcome]:
+    """Tests first, a part a GPU at a time; then what wants all GPUs or is timed, one after the other."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in gpus:
         free.put(gpu)
 
     def with_gpu(item: tuple[str, Part]) -> Outcome:
@@ -224,9 +226,11 @@ def run_all(parts: dict[str, Part], out: Path, gpus: int, deadline: float) -> It
         finally:
             free.put(gpu)
 
-    with ThreadPoolExecutor(gpus) as pool:
-        yield from pool.map(with_gpu, [item for item in parts.items() if not item[1].timed])
-    yield from map(with_gpu, [item for item in parts.items() if item[1].timed])
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        yield from pool.map(with_gpu, [item for item in parts.items() if not (item[1].timed or item[1].every)])
+    for name, part in parts.items():
+        if part.timed or part.every:
+            yield run_part(name, part, out, ",".join(gpus) if part.every else gpus[0], deadline)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -247,7 +251,7 @@ def main(words: list[str] | None = None) -> int:
     if arguments.out is None:
         parser.error("--out FOLDER is missing: where output and results go")
     deadline = time.monotonic() + arguments.seconds
-    if not (gpus := len(visible())):
+    if not (gpus := visible()):
         parser.error("there is no GPU here that nvidia-smi names")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -62,13 +62,17 @@ def test_parts_have_a_gpu_each_and_what_is_timed_runs_last(
         "clock": short(say, say, timed=True),
         "one": short(say),
         "two": short(say),
+        "all": short(say, every=True),
         "more": short("1 / 0", extra=True),
     }
     status, found = run(monkeypatch, tmp_path, parts)
     assert status == 0
-    assert {name: entry["status"] for name, entry in found.items()} == dict.fromkeys(("clock", "one", "two"), "good")
+    assert {name: entry["status"] for name, entry in found.items()} == dict.fromkeys(
+        ("clock", "one", "two", "all"), "good"
+    )
     logs = {name: (tmp_path / f"{name}.log").read_text() for name in found}
     assert {re.search(r"^GPU (\d)", logs[name], re.MULTILINE)[1] for name in ("one", "two")} == {"3", "5"}  # type: ignore[index]
+    assert "GPU 3,5 " in logs["all"]
     times = {name: [float(x) for x in re.findall(r"\d{9,}\.\d+", log)] for name, log in logs.items()}
     assert min(times["clock"]) > max(times["one"] + times["two"])
     assert "good" in capsys.readouterr().out

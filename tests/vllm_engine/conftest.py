@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# On a GPU stock vLLM attends in Triton where a model is in float32, whose products would else be rounded to TF32.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,27 @@ SIZES: dict[str, Any] = {
 """Of small models whose weights are random, but sharp enough that their tokens differ."""
 
 
+CALIBRATION = "apart/calibration.safetensors"
+"""In the folder of a model with random weights, but where it is not taken for weights. An engine on a GPU wants one
+before the first token."""
+
+
 def save_random(config: Any, folder: Path) -> Path:
-    """`folder`, in which a model of the transformers `config` lies, with random weights in float32."""
+    """`folder`, in which a model of the transformers `config` lies, with random weights in float32, and CALIBRATION."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from hisparse.identity import ModelIdentity
+    from hisparse.vtq.calibration import save_calibration
+    from hisparse.vtq.stats import ChannelStats, channel_order
+
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    own = ModelIdentity.of(model)
+    plain = ChannelStats.identity(own.kv_heads, own.head_dim, channel_order(config, own.head_dim))
+    plain = replace(plain, key_basis=plain.sketch_basis)
+    save_calibration(folder / CALIBRATION, [plain] * own.layers, own, "nothing: values are stored as they are")
     return folder
 
 
@@ -60,25 +75,31 @@ def engine(
 ) -> Iterator[Any]:
     """A vLLM engine in float32; `config` None for the stock backend, else HiSparse's configuration.
 
-    On a GPU with CUDA graphs, but not compiled.
+    On a GPU with CUDA graphs, but not compiled, and with the model's CALIBRATION if it has one.
     """
     import torch
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     if config is not None:
-        additional = {"hisparse": config, "hisparse_block_tokens": block_tokens}
+        additional: dict[str, Any] = {"hisparse": config, "hisparse_block_tokens": block_tokens}
+        calibration = Path(options.get("model", "")) / CALIBRATION
+        if torch.cuda.is_available() and calibration.is_file():
+            additional["hisparse_calibration"] = str(calibration)
         options = {"attention_backend": "CUSTOM", "additional_config": additional, **options}
     settings: dict[str, Any] = {
         "model": default_directory(),
         "dtype": "float32",
         "max_model_len": 2048,
         "kv_cache_memory_bytes": memory,
-        "enforce_eager": not torch.cuda.is_available(),
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if torch.cuda.is_available() else {},
+        "enforce_eager": True,
         "disable_log_stats": False,
         "seed": 0,
     }
+    if torch.cuda.is_available():
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+        settings.update(enforce_eager=False, compilation_config=graphs)
+        settings["gpu_memory_utilization"] = 0.1  # other engines may share the GPU
     llm = None
     try:
         llm = LLM(**{**settings, **options})

@@ -79,7 +79,7 @@ def test_same_tokens_from_tables_at_fixed_addresses(
     stock: dict[str, Any], ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of single tokens as CUDA graphs take them: shapes of the longest request, requests in one call."""
-    monkeypatch.setattr("hisparse.integrations.vllm.runtime.STATIC", ("cpu",))
+    monkeypatch.setattr("hisparse.integrations.vllm.runtime.STATIC", ("cpu", "cuda"))
     with engine(SMALL, block_tokens=BLOCK, max_model_len=768, max_num_seqs=4) as llm:
         found = {"crowd": crowd(llm, ids), "follow": follow(llm, ids)}
         assert runtime().layers[0].batched

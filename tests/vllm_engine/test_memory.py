@@ -23,6 +23,7 @@ from hisparse.ops.scan import Chosen
 from hisparse.tlif.scorer import NoveltyScorer
 
 HEADS, QUERIES, DIM = 2, 6, 32
+CPU = torch.device("cpu")
 RAW = {"evict": "none", "vtq": {"enable_per_block_quant": False}}
 SIX = {"default_bit_width": 6}  # bits enough to tell rounding from a token that is missing
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -55,18 +56,20 @@ class Request:
 class Engine:
     """The least of an engine: hands out shuffled blocks, packs full ones, attends."""
 
-    def __init__(self, config: HiSparseConfig, tokens: int = 64, context: int = 1024, seed: int = 0) -> None:
+    def __init__(
+        self, config: HiSparseConfig, tokens: int = 64, context: int = 1024, seed: int = 0, device: torch.device = CPU
+    ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.config = config
+        self.config, self.device = config, device
         self.layout: BlockLayout = choose_layout(config, HEADS, DIM, torch.float32, context, tokens)
-        blocks = torch.zeros(200, 1, 1, self.layout.block_bytes, dtype=torch.uint8)
+        blocks = torch.zeros(200, 1, 1, self.layout.block_bytes, dtype=torch.uint8, device=device)
         budget = row_budget(self.layout, config.selection, context)
         self.memory = LayerMemory(self.layout, config, blocks, None, torch.arange(DIM), DIM**-0.5, budget)
         self.free = (torch.randperm(199, generator=self.generator) + 1).tolist()
         self.scorer = NoveltyScorer(16)
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator).to(self.device)
 
     def step(self, requests: list[Request], new: list[int]) -> Step:
         for request, number in zip(requests, new, strict=True):
@@ -82,11 +85,10 @@ class Engine:
             table = torch.zeros(len(rows), 40, dtype=torch.int32)
             for i, row in enumerate(rows):
                 table[i, : len(row)] = torch.tensor(row)
-            tables.append(table)
-        past = torch.tensor([r.past for r in requests])
-        return make_step(
-            self.layout, self.config.selection, tables[0], tables[1], past, torch.tensor(new), 20
-        ).narrowed()
+            tables.append(table.to(self.device))
+        numbers = (torch.tensor([r.past for r in requests]), torch.tensor(new))
+        past, added = (x.to(self.device) for x in numbers)
+        return make_step(self.layout, self.config.selection, *tables, past, added, 20).narrowed()
 
     def read(self, request: Request, length: int) -> tuple[Tensor, Tensor]:
         """A chunk: attention [T, Hq, D], and what dense attention gives in float64."""
@@ -96,10 +98,10 @@ class Engine:
         request.k.append(k)
         request.v.append(v)
         expected = dense(q, torch.cat(request.k), torch.cat(request.v))
-        ring = torch.tensor([request.ring + [0] * 40], dtype=torch.int32)
+        ring = torch.tensor([request.ring + [0] * 40], dtype=torch.int32).to(self.device)
         number = min(length, self.layout.ring_slots)
         before, request.past = request.past, request.past + length
-        position = torch.arange(request.past - number, request.past)[None]
+        position = torch.arange(request.past - number, request.past, device=self.device)[None]
         self.memory.write(ring_place(self.layout, ring, step.lead, position)[0], k[-number:], v[-number:])
         self.pack(request, before)
         return out, expected
@@ -114,8 +116,8 @@ class Engine:
             counts = self.layout.first if first else self.layout.other
             kept = choose_kept(self.scorer, v[None, here].flatten(2), counts.pages * self.layout.page.tokens, head)
             if self.config.evict == "none":
-                kept = torch.arange(tokens)[None] >= head
-            blocks = torch.tensor([request.pages[block]])
+                kept = torch.arange(tokens, device=self.device)[None] >= head
+            blocks = torch.tensor([request.pages[block]], device=self.device)
             self.memory.pack(k[None, here], v[None, here], blocks, kept, first, k.repeat(1, 3, 1))
 
     def decode(self, requests: list[Request], together: bool = False) -> tuple[Tensor, Tensor]:
@@ -136,11 +138,17 @@ class Engine:
         return out, torch.stack(expected)
 
 
+def pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """In the place of `host_pool`, which needs vLLM on a GPU."""
+    made = torch.zeros(rows, row_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return made, made
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention in float64; q [T, Hq, D] are the last of k, v [N, H, D]."""
     k, v = (x.double().repeat_interleave(QUERIES // HEADS, 1) for x in (k, v))
     scores = torch.einsum("thd,nhd->htn", q.double(), k) * DIM**-0.5
-    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
     return torch.einsum("htn,nhd->thd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v).float()
 
 
@@ -170,7 +178,9 @@ def test_requests_of_unequal_lengths_decode_together_by_kernels(
 ) -> None:
     """As where a step has a chunk as well: tables are columns of wider ones, as wide as the longest request needs."""
     pytest.importorskip("hisparse.integrations.vllm.step_kernels")
-    engine, requests = Engine(settings_of(name)), [Request() for _ in lengths]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(memory_module, "host_pool", pool)
+    engine, requests = Engine(settings_of(name), device=device), [Request() for _ in lengths]
     for request, length in zip(requests, lengths, strict=True):
         engine.read(request, length)
     step = engine.step(requests, [1] * len(requests))
@@ -179,7 +189,8 @@ def test_requests_of_unequal_lengths_decode_together_by_kernels(
     k, v = engine.randn(2, len(requests), HEADS, DIM)
     own = engine.memory
     alone = own.decode(q, k, v, step)
-    monkeypatch.setenv("HISPARSE_BACKEND", "triton")
+    if device.type == "cpu":
+        monkeypatch.setenv("HISPARSE_BACKEND", "triton")
     together = copy(own)
     together.batched = True
     torch.testing.assert_close(together.decode(q, k, v, step), alone, rtol=1e-3, atol=1e-4)

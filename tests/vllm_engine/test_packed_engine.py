@@ -70,7 +70,7 @@ def test_needles_come_back_through_recall(contexts: list[NeedleContext]) -> None
         stock = ask(llm, contexts)
     with engine({}) as llm:
         recalled = ask(llm, contexts)
-        rows = int(runtime().layers[0].recalled)
+        rows = runtime().statistics()["recalled_rows"]
     with engine({"evict": "drop"}) as llm:
         dropped = ask(llm, contexts)
     assert sum(stock) >= 3
@@ -130,7 +130,7 @@ def crowd(llm: Any, ids: list[int]) -> list[list[list[int]]]:
 
 def test_a_hot_buffer_leaves_the_text_alone(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as on a GPU, with the buffer and without: rows that blocks held before they were evicted are not read."""
-    monkeypatch.setattr("hisparse.integrations.vllm.runtime.STATIC", ("cpu",))
+    monkeypatch.setattr("hisparse.integrations.vllm.runtime.STATIC", ("cpu", "cuda"))
     monkeypatch.setattr("hisparse.integrations.vllm.hot.HOT_SHARE", 1 / 4)
     said, blocks, counts = [], [], {}
     for factor in (2.0, 0.0):

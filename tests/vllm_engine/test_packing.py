@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_memory import pool
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
@@ -27,11 +28,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 HEADS, DIM, TOKENS, BLOCKS, LAYERS = 2, 64, 64, 90, 3
 ROWS: dict[str, dict[str, Any]] = {"host": {}, "device": {"selection": {"rows": "device"}}}
-
-
-def pool(rows: int, row_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    made = torch.zeros(rows, row_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return made, made
 
 
 class Engine:

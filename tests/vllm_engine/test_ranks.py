@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -17,6 +18,7 @@ KEPT: dict[str, Any] = {"evict": "none", "tlif": {"prefix_length": 24}}
 RECALLED: dict[str, Any] = {"selection": {"min_tokens": 1024}, "tlif": {"prefix_length": 24}}
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 @pytest.mark.parametrize("config", [KEPT, RECALLED], ids=["everything kept", "everything recalled"])
 def test_two_ranks_give_the_tokens_of_one(
     config: dict[str, Any], small_model: Path, monkeypatch: pytest.MonkeyPatch

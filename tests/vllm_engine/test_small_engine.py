@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_tools import MIB, RAW, SMALL, engine, generate, metric, random_prompts, runtime
+from engine_tools import CALIBRATION, MIB, RAW, SMALL, engine, generate, metric, random_prompts, runtime
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, HiSparseError, UnsupportedError
@@ -38,7 +38,7 @@ def test_odd_lengths(longest: int, small_model: Path) -> None:
 def test_options_are_read_from_a_file(small_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "hi-sparse-config.json"
     path.write_text(json.dumps({"selection": {"sketch_bits": 1}, "tlif": {"prefix_length": 24}}))
-    given = {"hisparse": str(path), "hisparse_block_tokens": 64}
+    given = {"hisparse": str(path), "hisparse_block_tokens": 64, "hisparse_calibration": str(small_model / CALIBRATION)}
     with engine({}, 32 * MIB, **options(small_model, additional_config=given)) as llm:
         assert runtime().config == HiSparseConfig.load(path)
         assert runtime().layout.tokens == 64

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from engine_tools import SMALL, engine, runtime, small_llama
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU an engine compiles")
 def test_an_engine_on_a_cpu_compiles_nothing_and_knows_its_plan(tmp_path: Path) -> None:
     from hisparse.integrations.vllm.warm import plan_of
 

@@ -57,6 +57,18 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     assert says in err
 
 
+@pytest.mark.parametrize("command", ["calibrate", "distill"])
+def test_an_output_among_the_weights_is_refused_before_a_model_is_loaded(
+    cli: Any, tiny_directory: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("hisparse.models.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tiny_directory)
+    code, _, err = cli(command, "--model", tiny_directory, "--corpus", text_file, "-o", "m.safetensors")
+    assert code == 2
+    assert "another folder" in err
+    assert not (tiny_directory / "m.safetensors").exists()
+
+
 def test_a_span_beyond_the_models_positions_is_refused(
     cli: Any, tmp_path: Path, tiny_directory: Path, text_file: Path
 ) -> None:

@@ -37,7 +37,7 @@ def calibrate(
     from hisparse.vtq.calibration import calibrate as measure
     from hisparse.vtq.calibration import sample_windows, save_calibration
 
-    check_safetensors(output)
+    check_safetensors(output, model)
     texts = [read_text(path) for path in corpus]
     network, tokenizer = read_model(model, device, dtype)
     window = context_window(network)

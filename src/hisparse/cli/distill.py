@@ -54,7 +54,7 @@ def distill(
     from hisparse.tlif.distill import DistillPlan
     from hisparse.tlif.distill import distill as run
 
-    check_safetensors(output)
+    check_safetensors(output, model)
     for path in (*corpus, *(more or ()), *(held_out or ())):
         if not path.is_file():  # said at once rather than after loading a model
             raise InputError(f"corpus {path}: no such file; give the path of a text file")

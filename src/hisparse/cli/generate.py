@@ -112,11 +112,17 @@ def check_writable(path: Path | None) -> None:
         raise InputError(f"{path}: cannot be written ({error.strerror}); create its folder or name another") from None
 
 
-def check_safetensors(output: Path) -> None:
-    """Raise InputError before the work where `output` is not the name of a safetensors file that can be written."""
+def check_safetensors(output: Path, model: str) -> None:
+    """Raise InputError before the work where `output` is not the name of a safetensors file that can be written, or
+    lies among the weights of `model`."""
     check_writable(output)
     if output.suffix != ".safetensors":
         raise InputError(f"output {output}: the name must end in .safetensors, as in {output.stem}.safetensors")
+    if Path(model).is_dir() and output.resolve().parent == Path(model).resolve():
+        raise InputError(
+            f"output {output}: vLLM reads every .safetensors file in a model's folder as weights and fails at this; "
+            "write it to another folder"
+        )
 
 
 def check_picture(path: Path | None) -> None:

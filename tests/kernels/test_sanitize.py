@@ -6,7 +6,9 @@ On the CPU its cases run in Triton's interpreter and in the emulator of kernels 
 from __future__ import annotations
 
 import ast
+import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -181,12 +183,39 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/sanitize.py runs it on a GPU")
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Launches of Triton's kernels, those with other dtypes and constants apart; see compile_launches.py."""
+    found: dict[str, Any] = {}
+    plain = sanitize.Launches.note
+
+    def note(launches: Any, name: str, settings: dict[str, Any]) -> None:
+        plain(launches, name, settings)
+        if ".py:" in name:
+            given = {key: x.dtype if isinstance(x, torch.Tensor) else x for key, x in settings.items()}
+            which = {key: x for key, x in given.items() if key.isupper() or isinstance(x, torch.dtype)}
+            found.setdefault(f"{name} {which}", (name, given))
+
+    monkeypatch.setattr(sanitize.Launches, "note", note)
+    return found
+
+
 @on_cpu
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_INTERPRETED])
-def test_a_case_is_right_and_launches_what_it_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_is_right_and_launches_what_it_says(
+    name: str, launched: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And Triton compiles for a GPU what its interpreter ran."""
     assert sanitize.run_case(name) == 0
     assert capsys.readouterr().out.endswith("finished\n")
+    if launched:
+        (tmp_path / "launches").write_bytes(pickle.dumps(list(launched.values())))
+        settings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        command = [sys.executable, str(TESTS / "kernels" / "compile_launches.py"), str(tmp_path / "launches")]
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {"compiled": len(launched), "errors": {}}
 
 
 @on_cpu

@@ -69,11 +69,12 @@ def _field(word, f: tl.constexpr):
 @triton.jit
 def fields(words, SIMD: tl.constexpr):
     """The six fields of int16 words, as float16 tiles of the words' shape."""
-    H: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16)
     if SIMD:
         return tl.inline_asm_elementwise(
-            asm=ASM_FIELDS, constraints="=r,=r,=r,=r,=r,=r,r", args=[words], dtype=H, is_pure=True, pack=2
-        )
+            ASM_FIELDS, "=r,=r,=r,=r,=r,=r,r", [words],
+            # In place: Triton 3.8 and newer take no tuple of dtypes that a kernel has given a name.
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     w = words.to(tl.int32)
     return _field(w, 0), _field(w, 1), _field(w, 2), _field(w, 3), _field(w, 4), _field(w, 5)
 

@@ -67,17 +67,21 @@ KINDS = SimpleNamespace(hidden_size=576, layer_types=["linear_attention", "slidi
 def vllm_config(**changes: Any) -> Any:
     """What is read of vLLM's configuration, with `section__name` changed."""
     sections: dict[str, dict[str, Any]] = {
-        "model_config": {"use_mla": False, "hf_text_config": SimpleNamespace(hidden_size=576)},
+        "model_config": {"use_mla": False, "hf_text_config": SimpleNamespace(hidden_size=576), "dtype": torch.bfloat16},
         "parallel_config": {
             "pipeline_parallel_size": 1,
             "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
-            "enable_dbo": False,
+            "data_parallel_size": 1,
         },
         "cache_config": {"cache_dtype": "auto"},
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
+        "device_config": {"device_type": "cuda"},
     }
-    top: dict[str, Any] = {"speculative_config": None, "kv_transfer_config": None}
+    sections["model_config"] |= dict.fromkeys(("is_hybrid", "enable_sleep_mode", "enable_cumem_allocator"), False)
+    sections["parallel_config"] |= dict.fromkeys(("use_ubatching", "enable_elastic_ep"), False)
+    top: dict[str, Any] = dict.fromkeys(("speculative_config", "diffusion_config", "kv_transfer_config"))
+    top["use_v2_model_runner"] = False
     for key, value in changes.items():
         section, _, name = key.partition("__")
         (sections[section] if name else top)[name or section] = value
@@ -100,7 +104,7 @@ def test_an_ordinary_model_is_not_refused() -> None:
         ({"kv_transfer_config": SimpleNamespace(kv_connector="OffloadingConnector")}, "OffloadingConnector"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context"),
-        ({"parallel_config__enable_dbo": True}, "dual batch"),
+        ({"parallel_config__use_ubatching": True}, "dual batch"),
         ({"cache_config__cache_dtype": "fp8_e4m3"}, "fp8_e4m3"),
         ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "disable-hybrid"),
     ],

@@ -31,11 +31,15 @@ SHORT = {
     "-pcp": "--prefill-context-parallel-size",
     "-sc": "--speculative-config",
     "-cc": "--compilation-config",
+    "-dc": "--diffusion-config",
 }
 """vLLM's short names of options that are looked at here."""
 
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 """As vLLM reads them."""
+
+DTYPES = {"float32": "float32", "float": "float32", "float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+"""Values of --dtype but auto, and the dtypes that they stand for."""
 
 HUB_SECONDS = 10
 """How long the hub may take to answer whether it has a model."""
@@ -105,6 +109,22 @@ class Checkpoint:
     @property
     def head_dim(self) -> int:
         return self.number("head_dim") or self.number("hidden_size") // max(self.number("num_attention_heads"), 1)
+
+    @property
+    def cache_dtype(self) -> str:
+        """What the checkpoint wants keys and values stored in where --kv-cache-dtype is auto: fp8, say, or auto.
+
+        llm-compressor and ModelOpt write it down beside how they quantised the weights.
+        """
+        found = self.text.get("quantization_config")
+        if not isinstance(found, Mapping):
+            return "auto"
+        method, inner = str(found.get("quant_method")), found.get("quantization")
+        if method == "compressed-tensors":
+            return "fp8" if isinstance(found.get("kv_cache_scheme"), Mapping) else "auto"
+        algorithm = (inner if isinstance(inner, Mapping) else found).get("kv_cache_quant_algo")
+        named = str(algorithm).lower()
+        return named if method.startswith("modelopt") and named in ("fp8", "nvfp4") else "auto"
 
     @property
     def mixed(self) -> bool:
@@ -217,6 +237,7 @@ def check_options(options: Mapping[str, str], config: HiSparseConfig, checkpoint
     """Raise UnsupportedError, ConfigError or InputError for what the engine would refuse by its configuration."""
     from hisparse.integrations.vllm.options import Asked
 
+    cache_dtype = options.get("--kv-cache-dtype", "auto")
     Asked(
         hidden_size=checkpoint.number("hidden_size") or None,
         mla=bool(checkpoint.text.get("kv_lora_rank")),
@@ -225,20 +246,29 @@ def check_options(options: Mapping[str, str], config: HiSparseConfig, checkpoint
         pipeline=count(options, "--pipeline-parallel-size"),
         decode_context=count(options, "--decode-context-parallel-size"),
         prefill_context=count(options, "--prefill-context-parallel-size"),
-        dual_batch="--enable-dbo" in options,
-        cache_dtype=options.get("--kv-cache-dtype", "auto"),
+        diffusion=_given(options, "--diffusion-config"),
+        dual_batch="--enable-dbo" in options or count(options, "--ubatch-size", 0) > 1,
+        cache_dtype=checkpoint.cache_dtype if cache_dtype == "auto" else cache_dtype,
+        dtype=DTYPES.get(options.get("--dtype", "")),
         connector="OffloadingConnector" if "--kv-offloading-size" in options else _connector(options),
         one_group="--disable-hybrid-kv-cache-manager" in options,
+        sleep=not options.keys().isdisjoint(("--enable-sleep-mode", "--enable-cumem-allocator")),
+        elastic="--enable-elastic-ep" in options,
     ).check(config)
     checkpoint.check_layers(options)
 
 
-def count(options: Mapping[str, str], name: str) -> int:
-    """A positive whole number, 1 where it is not given."""
-    value = options.get(name, "1")
-    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < 1:
-        raise InputError(f"{name} {value}: give a whole number from 1 on")
+def count(options: Mapping[str, str], name: str, least: int = 1) -> int:
+    """A whole number from `least` on, `least` where it is not given."""
+    value = options.get(name, str(least))
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < least:
+        raise InputError(f"{name} {value}: give a whole number from {least} on")
     return int(value)
+
+
+def _given(options: Mapping[str, str], name: str) -> bool:
+    """Whether an option that holds an object is given, whole or a key of it."""
+    return any(option.split(".")[0] == name for option in options)
 
 
 def _connector(options: Mapping[str, str]) -> str | None:
@@ -299,13 +329,26 @@ def _check_memory(options: Mapping[str, str], checkpoint: Checkpoint, layout: Bl
         )
 
 
+def _check_apart(folder: Path, files: Mapping[str, Path | None]) -> None:
+    """vLLM reads all safetensors files in a folder as weights where no index says which are."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors.index.json")):
+        return
+    for option, file in files.items():
+        if file is not None and file.suffix == ".safetensors" and file.resolve().parent == folder.resolve():
+            raise InputError(
+                f"{option} {file}: vLLM would read it as weights, for it lies in the model's folder; move it elsewhere"
+            )
+
+
 def check_companions(
     config: HiSparseConfig, checkpoint: Checkpoint, tlif: Path | None, calibration: Path | None, gpu: bool
 ) -> None:
-    """Raise ModelError for files of another model; on a GPU ConfigError where there is no calibration.
+    """Raise ModelError for files of another model, InputError for files among its weights; on a GPU ConfigError where
+    there is no calibration.
 
     Looks at nothing where the weights are not on this machine.
     """
+    _check_apart(Path(checkpoint.source), {"--tlif": tlif, "--calibration": calibration})
     if tlif is not None and checkpoint.kinds and checkpoint.kinds[0] != "full_attention":
         raise UnsupportedError(
             f"--tlif {tlif}: a TLIF reads the values of the model's first layer, which has another backend here; leave "

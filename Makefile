@@ -1,4 +1,5 @@
 # make demo   create the environment, fetch the default model, run the demonstration
+# make env    create the environment alone
 # make test   lint, type check and all tests
 # make test-vllm   tests of the vLLM plugin on a CPU, in an environment of their own (3.5 GB; kept between runs)
 # make test-vllm-engines   those of them that start no server
@@ -19,8 +20,10 @@ VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM)
 TRITON ?= triton==3.6.0
 TRITON_READY := $(VLLM_VENV)/triton-alone/.ready-$(TRITON)
 
-.PHONY: demo test test-vllm test-vllm-engines test-vllm-servers test-gpu vllm-env lint format clean
+.PHONY: env demo test test-vllm test-vllm-engines test-vllm-servers test-gpu vllm-env lint format clean
 .DEFAULT_GOAL := demo
+
+env: $(READY)
 
 demo: $(READY)
 	$(BIN)/hisparse demo --out out

@@ -218,7 +218,7 @@ class LayerMemory:
             if isinstance(followed, Chosen):
                 chosen = followed
             else:
-                early = reserve(q, dense_k.transpose(1, 2))
+                early = reserve(q, dense_k.transpose(1, 2), 0 if self.hot is None else 1)
                 chosen = self._choose(q, step.row_table, step.row_count, budget, step.wanted)
                 if self.config.selection.share_layers > 1:  # else it would only hold memory
                     self.choice = step, chosen

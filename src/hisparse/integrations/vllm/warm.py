@@ -97,8 +97,7 @@ def _call_everything(plan: Plan) -> None:
     memory = LayerMemory(layout, config, blocks, stats, plan.order, scaling, budget, True, hot)
     for batch in sorted({min(batch, plan.requests) for batch in plan.batches}):
         _decode(memory, plan, batch, slots)
-    if layout.page.raw_dtype is None:  # what is not quantised is packed in plain torch
-        _pack(memory)
+    _pack(memory)
     _prefill(memory, plan)
 
 

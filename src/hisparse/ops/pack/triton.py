@@ -196,8 +196,7 @@ def pack_pages(
     warps: int = 1,
 ) -> Tensor:
     """See :func:`hisparse.ops.pack.pack_pages`. While a CUDA graph is captured bad values are not looked for."""
-    peaks = split == "peaks" and 5 in (fmt.k_bits, fmt.v_bits)
-    if fmt.raw_dtype is not None or peaks or fmt.groups not in (1, 2, 4) or stats is None or not len(k):
+    if reference.in_torch(fmt, split) or stats is None or not len(k):
         return reference.pack_pages(k, v, stats, fmt, split, peak_threshold)
     k = k if k.stride(3) == 1 else k.contiguous()
     v = v if v.stride(3) == 1 else v.contiguous()

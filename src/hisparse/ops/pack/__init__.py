@@ -72,7 +72,7 @@ def pack_tokens(
     out: Tensor,
     places: Tensor,
 ) -> None:
-    """Pack tokens that lie anywhere to pages that lie anywhere, without waiting for the device.
+    """Pack tokens that lie anywhere to pages that lie anywhere. A kernel waits for nothing; what none packs, does.
 
     k, v: [N, H, D]; tokens: int64 [n, P], which of them are a page's; out: uint8 [lines, page_bytes], lines any
     distance apart; places: int64 [n], each line at most once. faults: int32 [1], counts blocks that hold inf, NaN

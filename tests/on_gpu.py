@@ -161,7 +161,8 @@ def run_part(name: str, part: Part, out: Path, gpus: str, deadline: float) -> Ou
     begin, result = time.monotonic(), Outcome(name, "good")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
     report, log = out / f"{name}.xml", out / f"{name}.log"
-    with log.open("ab") as sink:
+    report.unlink(missing_ok=True)  # of an earlier run
+    with log.open("wb") as sink:
         for words in part.commands:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -254,8 +255,11 @@ def main(words: list[str] | None = None) -> int:
     if not (gpus := visible()):
         parser.error("there is no GPU here that nvidia-smi names")
     out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / RECALL_FILE).write_text(json.dumps(RECALL))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / RECALL_FILE).write_text(json.dumps(RECALL))
+    except OSError as error:
+        parser.error(f"--out {arguments.out}: cannot be written to ({error.strerror}); give another folder")
     left_out = [Outcome(n, f"left out: {p.needs} is not here") for n, p in chosen.items() if not there(p.needs)]
     runnable = {name: part for name, part in chosen.items() if there(part.needs)}
     outcomes: list[Outcome] = []

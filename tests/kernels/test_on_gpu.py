@@ -100,6 +100,11 @@ def test_failures_are_counted_and_named(
     assert "goes on" in (tmp_path / "out" / "times.log").read_text()
     assert found["absent"]["status"] == "left out: no_such_module is not here"
     assert "test_bad" in capsys.readouterr().out
+    # What an earlier run left in the folder is not taken for this one's.
+    parts["some"] = short("raise SystemExit(3)")
+    _, found = run(monkeypatch, tmp_path / "out", parts)
+    assert found["some"]["counts"] == {}
+    assert found["some"]["failures"] == ["status 3: -c raise SystemExit(3)"]
 
 
 def test_what_does_not_end_in_time_is_ended_with_all_that_it_started(
@@ -128,6 +133,10 @@ def test_wrong_words(
         with pytest.raises(SystemExit):
             on_gpu.main(words)
         assert text in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        on_gpu.main(["--out", str(tmp_path / "file"), "kernels"])
+    assert "file: cannot be written to" in capsys.readouterr().err
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit):

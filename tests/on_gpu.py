@@ -77,7 +77,7 @@ PARTS = {
     "kernels": pytest_part("-n", "10", *(f"tests/{name}" for name in KERNELS), needs=None),
     "sanitizers": Part((("tests/sanitize.py", "--jobs", "10"),), needs="compute-sanitizer"),
     "models": pytest_part("-n", "4", "tests/integrations", needs=None),
-    "engines": pytest_part("-m", "not server", "-n", "4", "--dist", "loadfile", "tests/vllm_engine", needs="vllm"),
+    "engines": pytest_part("-m", "not server", "-n", "8", "--dist", "loadfile", "tests/vllm_engine", needs="vllm"),
     "servers": pytest_part("-m", "server", "-s", "tests/vllm_engine", needs="vllm"),
     "ranks": pytest_part("tests/vllm_engine/test_ranks.py", needs="vllm", every=True),
     "layer": Part(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hisparse.config import HiSparseConfig
@@ -55,6 +55,8 @@ def cut(layout: BlockLayout) -> tuple[int, ...]:
     return layout.page_stride, layout.row_stride, layout.first.pages
 
 
+# Rings weigh so much here that blocks are best at less than a quarter of their share of the dense bytes.
+@example(heads=1, dim=32, dtype=torch.bfloat16, context=1024, tokens=128, name="dropped")
 @given(
     heads=st.integers(1, 4),
     dim=st.sampled_from([32, 64, 80]),

@@ -40,6 +40,8 @@ SMALL = (
     "--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16",
     "--kv-cache-memory-bytes", str(48 << 20), "--max-num-batched-tokens", "512",
 )  # fmt: skip
+SHARED = ("--gpu-memory-utilization", "0.2") if torch.cuda.is_available() else ()
+"""Other tests may have memory of the GPU; the KV cache's is given in bytes."""
 
 
 class Server:
@@ -53,7 +55,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log = log
-        options = [*options, "--port", str(self.port), "--shutdown-timeout", "10", *more]
+        options = [*options, *SHARED, "--port", str(self.port), "--shutdown-timeout", "10", *more]
         environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
         with log.open("w") as file:
             self.process = subprocess.Popen(

@@ -159,6 +159,12 @@ class _SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
             raise UnsupportedError(STOPPED)
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
 
+    def reset(self) -> None:
+        # Before transformers 5.18 zeros of the old length stay, which `update` would put before the next sequence.
+        self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()
+
 
 class HiSparseCache(Cache):  # type: ignore[misc]
     """KV cache in a ninth of the memory, for ``model.generate(..., past_key_values=cache)``.

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hisparse.errors import FormatError
+from hisparse.config import HiSparseConfig
+from hisparse.errors import FormatError, UnsupportedError
 from hisparse.integrations.vllm.compat import (
     AttentionBackend,
     AttentionCGSupport,
@@ -20,7 +21,7 @@ from hisparse.integrations.vllm.compat import (
     check_version,
     get_current_vllm_config,
 )
-from hisparse.integrations.vllm.options import refuse_layer
+from hisparse.integrations.vllm.options import Asked, refuse_layer
 from hisparse.integrations.vllm.runtime import Metadata, Runtime
 from hisparse.integrations.vllm.spec import RingSpec, packed_spec
 from hisparse.ops._dispatch import backend_for
@@ -91,6 +92,14 @@ class HiSparseBackend(AttentionBackend):  # type: ignore[misc]
     def supports_sliding_window(cls) -> bool:
         """It does not, but says so itself, when the layer is made, with what to do about it."""
         return True
+
+    @classmethod
+    def validate_configuration(cls, **asked: Any) -> list[str]:
+        """No reasons: UnsupportedError where there are some, for vLLM's own words name neither value nor remedy."""
+        Asked(cache_dtype=asked["kv_cache_dtype"] or "auto", mla=asked["use_mla"]).check(HiSparseConfig())
+        if reasons := super().validate_configuration(**asked):
+            raise UnsupportedError(f"--attention-backend CUSTOM (HiSparse): {'; '.join(reasons)}; use a stock backend")
+        return []
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

@@ -243,7 +243,7 @@ def _best(search: _Search, context: int, target: float) -> BlockLayout | None:
     most = min(_up(int(dense / target), ALIGN), _up(max(int(room), 0) // -(-context // tokens) + 1, ALIGN))
     best: BlockLayout | None = None
     least = search.least
-    for size in range(most, max(int(dense / target / 4), token_bytes - 1), -ALIGN):
+    for size in range(most, token_bytes - 1, -ALIGN):
         if search.fitting(size, search.page_record, search.record) < least:
             break  # nor will smaller blocks hold as many pages
         if _capacity(search.page, tokens, tail, token_bytes, size, context) < target:

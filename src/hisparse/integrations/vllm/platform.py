@@ -7,10 +7,6 @@ from typing import Any
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from hisparse.config import HiSparseConfig
-from hisparse.errors import UnsupportedError
-from hisparse.integrations.vllm.options import Asked
-
 
 class HiSparseCpuPlatform(CpuPlatform):  # type: ignore[misc]
     """As `CpuPlatform`, but ``--attention-backend CUSTOM`` is honoured."""
@@ -20,13 +16,7 @@ class HiSparseCpuPlatform(CpuPlatform):  # type: ignore[misc]
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
         if selected_backend == AttentionBackendEnum.CUSTOM:
-            # Said here first: of the backend's reasons none names the value.
-            Asked(cache_dtype=attn_selector_config.kv_cache_dtype or "auto").check(HiSparseConfig())
             backend = AttentionBackendEnum.CUSTOM.get_class()
-            reasons = backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
-            if reasons:
-                raise UnsupportedError(
-                    f"--attention-backend CUSTOM (HiSparse): {'; '.join(reasons)}; use a stock backend"
-                )
+            backend.validate_configuration(device_capability=None, **attn_selector_config._asdict())
             return str(AttentionBackendEnum.CUSTOM.get_path())
         return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))

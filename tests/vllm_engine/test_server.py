@@ -40,6 +40,8 @@ SMALL = (
     "--max-model-len", "2048", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "16",
     "--kv-cache-memory-bytes", str(48 << 20), "--max-num-batched-tokens", "512",
 )  # fmt: skip
+ASK = os.environ.get("HISPARSE_ASK")
+"""Who answers the questions that are for a GPU: "hisparse", or "stock", on a CPU, too."""
 SHARED = ("--gpu-memory-utilization", "0.2") if torch.cuda.is_available() else ()
 """Other tests may have memory of the GPU; the KV cache's is given in bytes."""
 
@@ -318,6 +320,12 @@ def test_metrics_tell_what_happened(server: Server) -> None:
     assert found["hisparse:hot_hits_total"] == found["hisparse:hot_misses_total"] == 0
 
 
+def stock() -> list[str]:
+    """vLLM's own command for the default model, with whatever backend it takes."""
+    words = ["-m", "hisparse.integrations.vllm.launch", "serve", default_directory(), "--served-model-name", "default"]
+    return [sys.executable, *words]
+
+
 def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
     """Ends the server that the tests before share."""
 
@@ -341,15 +349,16 @@ def test_a_server_told_to_end_under_load_ends(server: Server) -> None:
     assert server.group() == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available() and not ASK, reason="needs CUDA, or HISPARSE_ASK=hisparse or stock")
 def test_a_server_on_a_gpu(tmp_path: Path, prose: str) -> None:
-    """Compiled, with CUDA graphs, in the weights' dtype, prompts read beside requests that decode.
+    """Compiled, with CUDA graphs, in bfloat16, prompts read beside requests that decode.
 
-    On a CPU 29 to 31 of the questions are answered rightly, by the stock engine 29.
+    How many are right is a matter of the documents, which the documentation is cut into. With that of 2575f9a an H200
+    answered 24, a CPU 25, the stock engine there 26 (HISPARSE_ASK names who answers).
     """
     options = ["--max-model-len", "8192", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(2 << 30)]
-    options += ["--max-num-batched-tokens", "2048"]
-    server = Server(tmp_path / "log", options=options)
+    options += ["--max-num-batched-tokens", "2048", *(() if torch.cuda.is_available() else ("--enforce-eager",))]
+    server = Server(tmp_path / "log", command=stock() if ASK == "stock" else (), options=options)
     try:
         server.wait()
         whole = server.client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=20)
@@ -363,7 +372,7 @@ def test_a_server_on_a_gpu(tmp_path: Path, prose: str) -> None:
         print(f"{right} of {len(answers)} right", {name: found[name] for name in found if "created" not in name})
         assert len(answers) == 32
         assert right >= 24, answers
-        assert found["hisparse:recalled_rows_total"] > 0
+        assert ASK == "stock" or found["hisparse:recalled_rows_total"] > 0
         assert found["vllm:kv_cache_usage_perc"] == 0
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -375,9 +384,8 @@ def test_vllms_own_command_serves(tmp_path: Path) -> None:
     """As `vllm serve`, with the configuration in a file; the CPU wheel's own script does not start."""
     path = tmp_path / "hi-sparse-config.json"
     path.write_text(json.dumps({"selection": {"sketch_bits": 1}}))
-    words = ["-m", "hisparse.integrations.vllm.launch", "serve", default_directory(), "--served-model-name", "default"]
-    words += ["--attention-backend", "CUSTOM", "--additional-config", json.dumps({"hisparse": str(path)})]
-    server = Server(tmp_path / "log", command=[sys.executable, *words])
+    words = ["--attention-backend", "CUSTOM", "--additional-config", json.dumps({"hisparse": str(path)})]
+    server = Server(tmp_path / "log", command=[*stock(), *words])
     try:
         server.wait()
         whole = server.client.chat.completions.create(model="default", messages=QUESTION, temperature=0, max_tokens=20)

@@ -147,6 +147,8 @@ def read_report(path: Path) -> tuple[dict[str, int], list[str]]:
     counts: dict[str, int] = {}
     failures = []
     for case in ElementTree.parse(path).iter("testcase"):
+        if not case.get("name"):
+            continue  # a test that was interrupted
         kinds = [child for child in case if child.tag in ("failure", "error", "skipped")]
         kind = kinds[0].tag if kinds else "passed"
         counts[kind] = counts.get(kind, 0) + 1

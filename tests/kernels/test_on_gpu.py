@@ -123,6 +123,16 @@ def test_what_does_not_end_in_time_is_ended_with_all_that_it_started(
     assert (tmp_path / "long.log").stat().st_size == size
 
 
+def test_a_test_that_was_interrupted_is_not_counted(tmp_path: Path) -> None:
+    """pytest's report has a nameless entry of it."""
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="1"><testcase classname="a" name="test_one"/><testcase time="0.001"/>'
+        "</testsuite></testsuites>"
+    )
+    assert on_gpu.read_report(report) == ({"passed": 1}, [])
+
+
 def test_wrong_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: None
 ) -> None:

@@ -58,7 +58,7 @@ def test_undoing_and_rearranging_leave_the_cache_as_it_was(kind: str) -> None:
     ):
         with pytest.raises(UnsupportedError, match=message):
             call()
-    assert not cache.is_croppable
+    assert not getattr(cache, "is_croppable", False)  # transformers asks from 5.17 on
     goes_on(model, cache)
 
 

@@ -113,6 +113,7 @@ def test_what_does_not_end_in_time_is_ended_with_all_that_it_started(
     child = "import time\nwhile True: print('on', flush=True); time.sleep(0.1)"
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
     begin = time.monotonic()
+    monkeypatch.setattr(on_gpu, "PATIENCE", 1)
     status, found = run(monkeypatch, tmp_path, {"long": short(parent), "late": short("1")}, "--seconds", "2")
     assert time.monotonic() - begin < 30
     assert status == 1

@@ -146,10 +146,14 @@ def read_report(path: Path) -> tuple[dict[str, int], list[str]]:
     """Counts, and what failed with the first line why, of pytest's report."""
     counts: dict[str, int] = {}
     failures = []
-    for case in ElementTree.parse(path).iter("testcase"):
-        if not case.get("name"):
-            continue  # a test that was interrupted
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    except ElementTree.ParseError as error:
+        return counts, [f"{path.name}: the report cannot be read ({error})"]
+    for case in cases:
         kinds = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        if not kinds and not case.get("name"):
+            continue  # a test that was interrupted
         kind = kinds[0].tag if kinds else "passed"
         counts[kind] = counts.get(kind, 0) + 1
         if kind in ("failure", "error"):
@@ -192,6 +196,8 @@ def run_part(name: str, part: Part, out: Path, gpus: str, deadline: float) -> Ou
                 break
     if report.exists():
         result.counts, failures = read_report(report)
+        if failures and result.status == "good":
+            result.status = "failed"
         result.failures = failures or result.failures
     result.seconds = time.monotonic() - begin
     return result
@@ -211,7 +217,7 @@ def visible() -> list[str]:
     """Names of the GPUs, as CUDA_VISIBLE_DEVICES has them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
-        return named.split(",")
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
     if shutil.which("nvidia-smi") is None:
         return []
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)

@@ -134,6 +134,24 @@ def test_a_test_that_was_interrupted_is_not_counted(tmp_path: Path) -> None:
     assert on_gpu.read_report(report) == ({"passed": 1}, [])
 
 
+@pytest.mark.parametrize("left", ["", "<testsuites><testcase name="])
+def test_a_report_that_was_not_written_to_its_end_fails_its_part_alone(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: None
+) -> None:
+    parts = {"torn": short(f"open({str(tmp_path / 'torn.xml')!r}, 'w').write({left!r})"), "other": short("1")}
+    status, found = run(monkeypatch, tmp_path, parts)
+    assert status == 1
+    assert found["torn"]["status"] == "failed"
+    assert "torn.xml: the report cannot be read" in found["torn"]["failures"][0]
+    assert found["other"]["status"] == "good"
+
+
+@pytest.mark.parametrize(("named", "gpus"), [("0,", ["0"]), (",1", ["1"]), ("-1", []), ("2, 3", ["2", "3"])])
+def test_gpus_that_are_named(named: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert on_gpu.visible() == gpus
+
+
 def test_wrong_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: None
 ) -> None:

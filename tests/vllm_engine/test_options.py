@@ -361,9 +361,10 @@ def test_what_the_engine_would_refuse_is_refused_before_it_starts(extra: list[st
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding window of 4096 tokens in every"),
         ({"model_type": "falcon", "alibi": True}, "ALiBi"),
         ({"attn_logit_softcapping": 50.0}, "soft cap"),
+        ({"model_type": "gpt_oss"}, "learned attention sinks"),
         ({"is_encoder_decoder": True}, "encoder_decoder"),
     ],
-    ids=["MLA", "linear", "windows", "window without kinds", "ALiBi", "soft cap", "encoder"],
+    ids=["MLA", "linear", "windows", "window without kinds", "ALiBi", "soft cap", "sinks", "encoder"],
 )
 def test_models_that_cannot_be_held_are_refused_before_vllm_starts(
     changes: dict[str, Any], said: str, tmp_path: Path

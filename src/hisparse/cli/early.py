@@ -151,7 +151,8 @@ class Checkpoint:
         alibi = text.get("alibi") or (isinstance(attention, Mapping) and attention.get("alibi"))
         alibi = alibi or text.get("model_type") == "bloom"
         kind = "encoder_decoder" if text.get("is_encoder_decoder") else "decoder"
-        refuse_layer(alibi or None, None, text.get("attn_logit_softcapping"), kind, None, {})
+        sinks = {"sinks": True} if text.get("model_type") == "gpt_oss" or text.get("attention_sinks") is True else {}
+        refuse_layer(alibi or None, None, text.get("attn_logit_softcapping"), kind, None, sinks)
 
     def check_length(self, options: Mapping[str, str]) -> int:
         """The greatest length of a request; 0 where it is not known yet. Raises InputError for an impossible one."""

@@ -97,6 +97,11 @@ class HiSparseBackend(AttentionBackend):  # type: ignore[misc]
     def validate_configuration(cls, **asked: Any) -> list[str]:
         """No reasons: UnsupportedError where there are some, for vLLM's own words name neither value nor remedy."""
         Asked(cache_dtype=asked["kv_cache_dtype"] or "auto", mla=asked["use_mla"]).check(HiSparseConfig())
+        if not cls.supports_dtype(asked["dtype"]):
+            raise UnsupportedError(
+                f"--dtype {str(asked['dtype']).removeprefix('torch.')} with --attention-backend CUSTOM (HiSparse): "
+                "say bfloat16, float16 or float32, or use a stock backend"
+            )
         if reasons := super().validate_configuration(**asked):
             raise UnsupportedError(f"--attention-backend CUSTOM (HiSparse): {'; '.join(reasons)}; use a stock backend")
         return []

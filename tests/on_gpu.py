@@ -166,7 +166,7 @@ def run_part(name: str, part: Part, out: Path, gpus: str, deadline: float) -> Ou
     """Runs a part's commands until one fails, or all of them where they are timed; their output goes to NAME.log."""
     begin, result = time.monotonic(), Outcome(name, "good")
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
-    if not part.timed:  # several at a time, whose threads would else wait for each other's cores: hours for minutes
+    if not part.timed:  # a thread for each core in every one of these processes takes several times as long
         environment.setdefault("OMP_NUM_THREADS", "2")
     report, log = out / f"{name}.xml", out / f"{name}.log"
     report.unlink(missing_ok=True)  # of an earlier run
